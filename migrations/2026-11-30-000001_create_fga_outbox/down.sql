@@ -1,0 +1,2 @@
+-- Delivered rows are evidence, and undelivered ones are owed: the table stays.
+SELECT 1;

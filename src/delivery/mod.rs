@@ -1,0 +1,8 @@
+//! Where the decisions are made: pure functions over plain values, without actors and without I/O.
+//!
+//! [`plan`] turns the rows of a lease into requests and their answers into outcomes; [`verdict`] says what an answer
+//! of OpenFGA is about; [`backoff`] says when to try again.
+
+pub(crate) mod backoff;
+pub(crate) mod plan;
+pub(crate) mod verdict;

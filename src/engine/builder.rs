@@ -1,0 +1,266 @@
+//! Settings, checked before anything is started.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use actix::{ArbiterHandle, System};
+use tokio::sync::{Notify, Semaphore, watch};
+use tokio_util::sync::CancellationToken;
+use url::Url;
+
+use super::claimer::Claimer;
+use super::deliverer::Deliverer;
+use super::gate::Gate;
+use super::keeper::Kept;
+use super::ledger::Ledger;
+use super::{DELIVERERS, Engine, FLOW, Home, KeptActors, ROOM, Settings, Shared};
+use crate::delivery::verdict::Fault;
+use crate::openfga::{Auth, Client, Target};
+use crate::outbox::{DatabaseError, DatabaseUrl, pool};
+
+/// A setting that can't be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// A setting that is needed was not given.
+    #[error("{0} is not set")]
+    Missing(&'static str),
+    /// A setting that was given is not what it should be.
+    #[error("{setting}: {problem}")]
+    Invalid {
+        /// Its environment name, such as `FGA_STORE_ID`.
+        setting: &'static str,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// The database's address can't be used.
+    #[error(transparent)]
+    Database(#[from] DatabaseError),
+    /// The HTTP client or a thread could not be made.
+    #[error("the engine could not be started: {0}")]
+    Start(String),
+}
+
+/// Settings of an [`Engine`]. The database, the API's address and the store are needed.
+#[derive(Clone)]
+pub struct EngineBuilder {
+    database_url: Option<String>,
+    schema: Option<String>,
+    api_url: Option<String>,
+    store_id: Option<String>,
+    model_id: Option<String>,
+    api_token: Option<String>,
+    settings: Settings,
+}
+
+impl Default for EngineBuilder {
+    fn default() -> Self {
+        Self {
+            database_url: None,
+            schema: None,
+            api_url: None,
+            store_id: None,
+            model_id: None,
+            api_token: None,
+            settings: Settings {
+                poll_interval: Duration::from_millis(500),
+                grace: Duration::from_secs(15),
+                patience: Duration::from_secs(60),
+            },
+        }
+    }
+}
+
+impl EngineBuilder {
+    /// Takes what is set of `DATABASE_URL`, `FGA_OUTBOX_SCHEMA`, `FGA_API_URL`, `FGA_STORE_ID`, `FGA_MODEL_ID` and
+    /// `FGA_API_TOKEN`. A variable that is set to nothing counts as not set.
+    pub fn from_env(self) -> Self {
+        let var = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+        Self {
+            database_url: var("DATABASE_URL").or(self.database_url),
+            schema: var("FGA_OUTBOX_SCHEMA").or(self.schema),
+            api_url: var("FGA_API_URL").or(self.api_url),
+            store_id: var("FGA_STORE_ID").or(self.store_id),
+            model_id: var("FGA_MODEL_ID").or(self.model_id),
+            api_token: var("FGA_API_TOKEN").or(self.api_token),
+            ..self
+        }
+    }
+
+    /// Where the table is: see [`DatabaseUrl`].
+    pub fn database_url(self, url: impl Into<String>) -> Self {
+        Self { database_url: Some(url.into()), ..self }
+    }
+
+    /// The table's schema. Absent: the first of the connection's `search_path`.
+    pub fn schema(self, schema: impl Into<String>) -> Self {
+        Self { schema: Some(schema.into()), ..self }
+    }
+
+    /// OpenFGA's address, such as `http://localhost:8080`.
+    pub fn api_url(self, url: impl Into<String>) -> Self {
+        Self { api_url: Some(url.into()), ..self }
+    }
+
+    /// The store's id, a ULID.
+    pub fn store_id(self, id: impl Into<String>) -> Self {
+        Self { store_id: Some(id.into()), ..self }
+    }
+
+    /// The authorization model's id, a ULID. Absent: the store's latest, looked up once and pinned.
+    pub fn model_id(self, id: impl Into<String>) -> Self {
+        Self { model_id: Some(id.into()), ..self }
+    }
+
+    /// A shared token, sent as `Authorization: Bearer …`.
+    pub fn api_token(self, token: impl Into<String>) -> Self {
+        Self { api_token: Some(token.into()), ..self }
+    }
+
+    /// How often an idle engine looks at the table without being nudged. 500 ms unless set.
+    pub fn poll_interval(mut self, interval: Duration) -> Self {
+        self.settings.poll_interval = interval;
+        self
+    }
+
+    /// How long [`Engine::stop`] waits for requests in flight. 15 s unless set, above the longest time of a request.
+    pub fn grace(mut self, grace: Duration) -> Self {
+        self.settings.grace = grace;
+        self
+    }
+
+    /// How long [`Engine::drain`] goes on without OpenFGA or Postgres before it gives up. 60 s unless set.
+    pub fn patience(mut self, patience: Duration) -> Self {
+        self.settings.patience = patience;
+        self
+    }
+
+    /// Whether OpenFGA can be used with these settings: it answers, lets us in, and knows the store and the model.
+    ///
+    /// # Errors
+    /// [`ConfigError`] for the settings; the [`Fault`] within for what OpenFGA says.
+    pub async fn check_target(&self) -> Result<Result<(), Fault>, ConfigError> {
+        Ok(self.client()?.probe().await)
+    }
+
+    /// Starts the engine: on arbiters of the actix `System` that this runs in, such as an actix-web application's, or
+    /// on threads of its own where there is none.
+    ///
+    /// Neither Postgres nor OpenFGA has to be there yet: the engine waits for them.
+    ///
+    /// # Errors
+    /// [`ConfigError`] names the setting that is missing or can't be used.
+    pub fn start(self) -> Result<Engine, ConfigError> {
+        let client = self.client()?;
+        let url: DatabaseUrl = self.database_url.as_deref().ok_or(ConfigError::Missing("DATABASE_URL"))?.parse()?;
+        let url = match &self.schema {
+            Some(schema) => url.with_schema(schema),
+            None => url,
+        };
+        let home = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("fga-outbox-postgres")
+            .enable_all()
+            .build()
+            .map_err(|error| ConfigError::Start(error.to_string()))?;
+        let shared = Arc::new(Shared {
+            settings: self.settings,
+            // One for each lease, one that is claimed meanwhile, one for questions.
+            pool: pool(&url, home.handle().clone(), ROOM + 2),
+            client,
+            gate: Gate::new(),
+            limits: Default::default(),
+            room: Arc::new(Semaphore::new(ROOM as usize)),
+            flow: Arc::new(Semaphore::new(FLOW)),
+            failures_in_a_row: Default::default(),
+            wake: Notify::new(),
+            sweeps_begun: Default::default(),
+            swept_in_vain: watch::Sender::new(0),
+            database: watch::Sender::new(None),
+            counters: Default::default(),
+            stopping: CancellationToken::new(),
+            ended: CancellationToken::new(),
+            _home: Home(Some(home)),
+        });
+        let kept = KeptActors {
+            claimer: Kept::new(),
+            deliverers: (0..DELIVERERS).map(|_| Kept::new()).collect(),
+            ledger: Kept::new(),
+        };
+        keep_all(&system(&shared)?, &shared, &kept);
+        Ok(Engine { shared, kept })
+    }
+
+    fn client(&self) -> Result<Client, ConfigError> {
+        let api_url = self.api_url.as_deref().ok_or(ConfigError::Missing("FGA_API_URL"))?;
+        let target = Target {
+            api_url: parse_api_url(api_url)?,
+            store_id: parse_ulid(
+                "FGA_STORE_ID",
+                self.store_id.as_deref().ok_or(ConfigError::Missing("FGA_STORE_ID"))?,
+            )?,
+            model_id: self.model_id.as_deref().map(|id| parse_ulid("FGA_MODEL_ID", id)).transpose()?,
+            auth: match &self.api_token {
+                None => Auth::None,
+                Some(token) if token.chars().all(|c| c.is_ascii_graphic()) => Auth::Token(token.clone()),
+                Some(_) => return Err(invalid("FGA_API_TOKEN", "expected printable ASCII without white space")),
+            },
+        };
+        Client::new(target).map_err(|error| ConfigError::Start(error.to_string()))
+    }
+}
+
+/// The arbiter that keepers run on: the application's, or that of a `System` on a thread of its own, which ends with
+/// the engine.
+fn system(shared: &Arc<Shared>) -> Result<ArbiterHandle, ConfigError> {
+    if let Some(system) = System::try_current() {
+        return Ok(system.arbiter().clone());
+    }
+    let (started, arbiter) = std::sync::mpsc::channel();
+    let ended = shared.ended.clone();
+    std::thread::Builder::new()
+        .name("fga-outbox".to_owned())
+        .spawn(move || {
+            let runner = System::new();
+            // Nobody is there to hear of it only where the engine could not be started.
+            let _ = started.send(System::current().arbiter().clone());
+            runner.block_on(ended.cancelled());
+        })
+        .map_err(|error| ConfigError::Start(error.to_string()))?;
+    arbiter.recv().map_err(|error| ConfigError::Start(error.to_string()))
+}
+
+fn keep_all(arbiter: &ArbiterHandle, shared: &Arc<Shared>, kept: &KeptActors) {
+    let for_ledger = shared.clone();
+    let ledger = move |alive| Ledger::new(for_ledger.clone(), alive);
+    arbiter.spawn(kept.ledger.clone().keep("ledger", shared.clone(), ledger));
+    for deliverer in &kept.deliverers {
+        let (for_deliverer, ledger) = (shared.clone(), kept.ledger.clone());
+        let make = move |alive| Deliverer::new(for_deliverer.clone(), ledger.clone(), alive);
+        arbiter.spawn(deliverer.clone().keep("deliverer", shared.clone(), make));
+    }
+    let (for_claimer, deliverers) = (shared.clone(), kept.deliverers.clone());
+    let claimer = move |alive| Claimer::new(for_claimer.clone(), deliverers.clone(), alive);
+    arbiter.spawn(kept.claimer.clone().keep("claimer", shared.clone(), claimer));
+}
+
+fn invalid(setting: &'static str, problem: impl Into<String>) -> ConfigError {
+    ConfigError::Invalid { setting, problem: problem.into() }
+}
+
+fn parse_api_url(text: &str) -> Result<Url, ConfigError> {
+    let url =
+        Url::parse(text).map_err(|error| invalid("FGA_API_URL", format!("{error}: expected http(s)://host:port")))?;
+    match url.scheme() {
+        "http" | "https" if url.username().is_empty() && url.password().is_none() => Ok(url),
+        "http" | "https" => Err(invalid("FGA_API_URL", "must not hold a user or a password: use FGA_API_TOKEN")),
+        scheme => Err(invalid("FGA_API_URL", format!("expected http:// or https://, got {scheme}:"))),
+    }
+}
+
+fn parse_ulid(setting: &'static str, text: &str) -> Result<String, ConfigError> {
+    match ulid::Ulid::from_string(text) {
+        Ok(_) => Ok(text.to_owned()),
+        Err(error) => Err(invalid(setting, format!("expected a ULID of 26 characters, got {text:?} ({error})"))),
+    }
+}

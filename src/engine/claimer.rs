@@ -1,0 +1,165 @@
+//! The Claimer: leases rows while there is room, and knows when there is nothing to lease.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use actix::{Actor, ActorContext as _, AsyncContext as _, Context, Handler, WrapFuture as _};
+
+use super::Shared;
+use super::deliverer::{Deliver, Deliverer};
+use super::gate::Mode;
+use super::keeper::{Alive, Kept};
+use super::{Crash, ROOM};
+use crate::delivery::backoff;
+use crate::outbox::{Claim, DatabaseError, claim};
+
+/// The rows of a lease: few at first, more while the backlog fills them.
+const FEWEST_ROWS: i64 = 100;
+const MOST_ROWS: i64 = 1_000;
+
+/// While the backlog is long, how often the cursor goes back to the beginning, for rows whose transactions committed
+/// later than those of higher ids.
+const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
+
+pub(crate) struct Claimer {
+    shared: Arc<Shared>,
+    deliverers: Vec<Kept<Deliverer>>,
+    _alive: Alive,
+}
+
+impl Claimer {
+    pub(crate) fn new(shared: Arc<Shared>, deliverers: Vec<Kept<Deliverer>>, alive: Alive) -> Self {
+        Self { shared, deliverers, _alive: alive }
+    }
+}
+
+impl Actor for Claimer {
+    type Context = Context<Self>;
+
+    fn started(&mut self, ctx: &mut Self::Context) {
+        let claiming = Claiming::new(self.shared.clone(), self.deliverers.clone());
+        let until_stopped = self.shared.clone();
+        let claiming = async move {
+            tokio::select! {
+                () = claiming.run() => {}
+                () = until_stopped.stopping.cancelled() => {}
+            }
+        };
+        ctx.spawn(actix::fut::ActorFutureExt::map(claiming.into_actor(self), |(), _, ctx: &mut Self::Context| {
+            ctx.stop()
+        }));
+    }
+}
+
+impl Handler<Crash> for Claimer {
+    type Result = ();
+
+    fn handle(&mut self, _: Crash, _: &mut Self::Context) {
+        panic!("crashed on demand");
+    }
+}
+
+struct Claiming {
+    shared: Arc<Shared>,
+    deliverers: Vec<Kept<Deliverer>>,
+    leases: usize,
+    rows: i64,
+    /// The highest `id` claimed since the last sweep; nothing, and a claim is a sweep.
+    cursor: i64,
+    swept: Instant,
+}
+
+impl Claiming {
+    fn new(shared: Arc<Shared>, deliverers: Vec<Kept<Deliverer>>) -> Self {
+        Self { shared, deliverers, leases: 0, rows: FEWEST_ROWS, cursor: 0, swept: Instant::now() }
+    }
+
+    async fn run(mut self) {
+        let mut outage = backoff::between_restarts();
+        loop {
+            let claimed = match self.shared.gate.mode() {
+                Mode::Open => self.claim(self.rows).await,
+                Mode::HalfOpen => {
+                    self.rows = FEWEST_ROWS;
+                    self.all_home().await;
+                    match self.shared.gate.mode() {
+                        Mode::HalfOpen => self.claim(1).await,
+                        _ => continue,
+                    }
+                }
+                Mode::Closed => {
+                    self.probe().await;
+                    continue;
+                }
+            };
+            match claimed {
+                Ok(found) => {
+                    self.shared.database_answers();
+                    outage.reset();
+                    if !found {
+                        self.idle().await;
+                    }
+                }
+                Err(error) => {
+                    self.shared.database_fails(error);
+                    tokio::time::sleep(outage.next()).await;
+                }
+            }
+        }
+    }
+
+    /// Claims once and hands the lease over. Says whether there was anything, or may be.
+    async fn claim(&mut self, rows: i64) -> Result<bool, DatabaseError> {
+        let room = self.shared.room.clone().acquire_owned().await.expect("never closed");
+        if self.swept.elapsed() >= SWEEP_INTERVAL {
+            self.cursor = 0;
+        }
+        let sweep = self.cursor == 0;
+        let number = if sweep {
+            self.swept = Instant::now();
+            self.shared.sweeps_begun.fetch_add(1, Relaxed) + 1
+        } else {
+            0
+        };
+        let claimed = claim(&self.shared.pool, Claim { after: self.cursor, rows }, room).await?;
+        self.cursor = if claimed.full { claimed.last_new.unwrap_or(self.cursor) } else { 0 };
+        self.rows = if claimed.full { (self.rows * 2).min(MOST_ROWS) } else { FEWEST_ROWS };
+        match claimed.lease {
+            Some(lease) => {
+                self.shared.counters.leases.fetch_add(1, Relaxed);
+                self.deliverers[self.leases % self.deliverers.len()].send(Deliver(lease));
+                self.leases += 1;
+                Ok(true)
+            }
+            // Behind the cursor there is nothing: look at the beginning.
+            None if !sweep => Ok(true),
+            None => {
+                self.shared.gate.open();
+                self.shared.swept_in_vain.send_replace(number);
+                Ok(false)
+            }
+        }
+    }
+
+    async fn idle(&self) {
+        tokio::select! {
+            () = self.shared.wake.notified() => {}
+            () = tokio::time::sleep(self.shared.settings.poll_interval) => {}
+        }
+    }
+
+    /// Waits until no lease is out.
+    async fn all_home(&self) {
+        drop(self.shared.room.acquire_many(ROOM).await);
+    }
+
+    async fn probe(&self) {
+        tokio::time::sleep(self.shared.gate.until_probe()).await;
+        self.shared.gate.probing();
+        match self.shared.client.probe().await {
+            Ok(()) => self.shared.gate.probed(),
+            Err(fault) => self.shared.gate.close(fault),
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! The Deliverer: turns a lease into requests, sends them, and ends with an outcome for each row.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use actix::{Actor, Context, Handler, Message, ResponseFuture};
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
+use tokio::sync::OwnedSemaphorePermit;
+
+use super::Crash;
+use super::Shared;
+use super::gate::Mode;
+use super::keeper::{Alive, Kept};
+use super::ledger::{Ledger, Record};
+use crate::delivery::backoff;
+use crate::delivery::plan::{Plan, Request, State};
+use crate::delivery::verdict::{Excess, Fault, FaultKind, Kind, Verdict};
+use crate::outbox::Lease;
+
+/// How often a request is sent in all, within a lease, that meets races or faults.
+const TRIES_AFTER_RACE: u32 = 8;
+const TRIES_AFTER_FAULT: u32 = 3;
+
+/// How many requests may fail one after the other, while reading works, until writing as such is taken to be broken.
+const FAILURES_IN_A_ROW: u32 = 5;
+
+/// After this time a lease sends nothing new: what is left of it is better leased anew. Well below the time-out of an
+/// idle transaction.
+const LONGEST_LEASE: Duration = Duration::from_secs(30);
+
+/// How many keys of one request are read back at a time.
+const READS_AT_ONCE: usize = 8;
+
+pub(crate) struct Deliverer {
+    shared: Arc<Shared>,
+    ledger: Kept<Ledger>,
+    _alive: Alive,
+}
+
+impl Deliverer {
+    pub(crate) fn new(shared: Arc<Shared>, ledger: Kept<Ledger>, alive: Alive) -> Self {
+        Self { shared, ledger, _alive: alive }
+    }
+}
+
+impl Actor for Deliverer {
+    type Context = Context<Self>;
+}
+
+/// Delivers the rows of this lease.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub(crate) struct Deliver(pub(crate) Lease);
+
+impl Handler<Deliver> for Deliverer {
+    type Result = ResponseFuture<()>;
+
+    fn handle(&mut self, Deliver(mut lease): Deliver, _: &mut Self::Context) -> Self::Result {
+        let (shared, ledger) = (self.shared.clone(), self.ledger.clone());
+        Box::pin(async move {
+            let limits = *shared.limits.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let mut plan = Plan::new(lease.take_rows(), limits);
+            carry_out(&shared, &mut plan).await;
+            *shared.limits.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = plan.limits();
+            ledger.send(Record { lease, outcomes: plan.outcomes() });
+        })
+    }
+}
+
+impl Handler<Crash> for Deliverer {
+    type Result = ();
+
+    fn handle(&mut self, _: Crash, _: &mut Self::Context) {
+        panic!("crashed on demand");
+    }
+}
+
+/// Sends what the plan has to send, until it has nothing more, the target is closed or the engine stops. Requests that
+/// are under way are always waited for.
+async fn carry_out(shared: &Shared, plan: &mut Plan) {
+    let began = Instant::now();
+    let mut in_flight = FuturesUnordered::new();
+    let mut next = plan.next_request();
+    loop {
+        let may_send = shared.may_send() && began.elapsed() < LONGEST_LEASE;
+        if !may_send && let Some(unsent) = next.take() {
+            plan.given_up(unsent);
+        }
+        tokio::select! {
+            biased;
+            Some((request, end)) = in_flight.next(), if !in_flight.is_empty() => {
+                take_back(plan, request, end);
+            }
+            permit = shared.flow.clone().acquire_owned(), if next.is_some() => {
+                let permit = permit.expect("never closed");
+                let request = next.take().expect("checked before");
+                match shared.may_send() {
+                    true => in_flight.push(send(shared, request, permit)),
+                    false => plan.given_up(request),
+                }
+            }
+            else => return,
+        }
+        if next.is_none() && may_send {
+            next = plan.next_request();
+        }
+    }
+}
+
+/// How a request ended.
+enum End {
+    Accepted,
+    ReadBack(Vec<Option<State>>),
+    Refused(String),
+    TooLarge(Excess),
+    Failed(String),
+    GivenUp,
+}
+
+fn take_back(plan: &mut Plan, request: Request, end: End) {
+    match end {
+        End::Accepted => plan.accepted(request),
+        End::ReadBack(stored) => plan.read_back(request, stored),
+        End::Refused(reason) => plan.refused(request, &reason),
+        End::TooLarge(excess) => plan.too_large(request, excess),
+        End::Failed(reason) => plan.failed(request, &reason),
+        End::GivenUp => plan.given_up(request),
+    }
+}
+
+/// Sends a request until its end is known: again at once where the moment was bad, as long as that may help.
+async fn send(shared: &Shared, request: Request, _permit: OwnedSemaphorePermit) -> (Request, End) {
+    let (mut races, mut faults) = (backoff::after_race(), backoff::after_fault());
+    let mut tries = 0;
+    let end = loop {
+        tries += 1;
+        shared.counters.requests.fetch_add(1, Relaxed);
+        let verdict = shared.client.write(&request).await;
+        if !matches!(verdict, Verdict::Moment { kind: Kind::Failure | Kind::Unforeseen, .. } | Verdict::Target(_)) {
+            shared.failures_in_a_row.store(0, Relaxed);
+            shared.gate.open();
+        }
+        let wait = match verdict {
+            Verdict::Done => break End::Accepted,
+            Verdict::Row { reason } => break End::Refused(reason),
+            Verdict::Size(excess) => break End::TooLarge(excess),
+            Verdict::Target(fault) => {
+                shared.gate.close(fault);
+                break End::GivenUp;
+            }
+            Verdict::Tuple { reason } => match read_back(shared, &request, &reason).await {
+                Ok(stored) if request.is_changed_by(&stored) => break End::ReadBack(stored),
+                // Somebody else was faster, twice.
+                Ok(_) if tries >= TRIES_AFTER_RACE => break End::Failed(reason),
+                Ok(_) => races.next(),
+                Err(fault) => {
+                    shared.gate.close(fault);
+                    break End::GivenUp;
+                }
+            },
+            Verdict::Moment { reason, kind: Kind::Race } if tries >= TRIES_AFTER_RACE => break End::Failed(reason),
+            Verdict::Moment { kind: Kind::Race, .. } => races.next(),
+            Verdict::Moment { reason, .. } if tries >= TRIES_AFTER_FAULT => break after_faults(shared, reason).await,
+            Verdict::Moment { .. } => faults.next(),
+        };
+        tokio::select! {
+            () = tokio::time::sleep(wait) => {}
+            () = shared.stopping.cancelled() => {}
+        }
+        if !shared.may_send() {
+            break End::GivenUp;
+        }
+    };
+    (request, end)
+}
+
+/// Whose fault it is that a request keeps failing: the target's where it can't even be read, or where nothing else gets
+/// through either; otherwise the request's own.
+async fn after_faults(shared: &Shared, reason: String) -> End {
+    if let Err(fault) = shared.client.probe().await {
+        shared.gate.close(fault);
+        return End::GivenUp;
+    }
+    let half_open = shared.gate.mode() == Mode::HalfOpen;
+    if half_open || shared.failures_in_a_row.fetch_add(1, Relaxed) >= FAILURES_IN_A_ROW {
+        shared.gate.close(Fault::new(FaultKind::Unreachable, reason.clone()));
+    }
+    // The one row of a half-open target pays with an attempt, so that it can't be in the way for ever.
+    if half_open || shared.may_send() { End::Failed(reason) } else { End::GivenUp }
+}
+
+/// What OpenFGA holds for the keys in question; nothing for the others.
+async fn read_back(shared: &Shared, request: &Request, reason: &str) -> Result<Vec<Option<State>>, Fault> {
+    let reads = request.steps.iter().zip(request.in_question(reason)).map(|(step, in_question)| async move {
+        if !in_question {
+            return Ok(None);
+        }
+        match shared.client.read(&step.key).await {
+            Ok(state) => Ok(Some(state)),
+            Err(Verdict::Target(fault)) => Err(fault),
+            // Not known: the request is sent again.
+            Err(_) => Ok(None),
+        }
+    });
+    let reads: Vec<_> = futures_util::stream::iter(reads).buffered(READS_AT_ONCE).collect().await;
+    reads.into_iter().collect()
+}

@@ -1,0 +1,85 @@
+//! The Ledger: records what became of a lease's rows, in the lease's own transaction.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use actix::{Actor, Context, Handler, Message, ResponseFuture};
+
+use super::keeper::Alive;
+use super::{Crash, Shared};
+use crate::delivery::plan::Outcome;
+use crate::outbox::Lease;
+
+pub(crate) struct Ledger {
+    shared: Arc<Shared>,
+    _alive: Alive,
+}
+
+impl Ledger {
+    pub(crate) fn new(shared: Arc<Shared>, alive: Alive) -> Self {
+        Self { shared, _alive: alive }
+    }
+}
+
+impl Actor for Ledger {
+    type Context = Context<Self>;
+}
+
+/// Records these outcomes; rows of the lease without one are given back untouched.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub(crate) struct Record {
+    pub(crate) lease: Lease,
+    pub(crate) outcomes: Vec<(i64, Outcome)>,
+}
+
+impl Handler<Record> for Ledger {
+    type Result = ResponseFuture<()>;
+
+    fn handle(&mut self, Record { lease, outcomes }: Record, _: &mut Self::Context) -> Self::Result {
+        let shared = self.shared.clone();
+        Box::pin(async move {
+            match lease.commit(&outcomes).await {
+                Ok(()) => count(&shared, &outcomes),
+                // The rows are ready again, and will be sent again: that is what at-least-once means.
+                Err(error) => shared.database_fails(error),
+            }
+        })
+    }
+}
+
+fn count(shared: &Shared, outcomes: &[(i64, Outcome)]) {
+    let (mut delivered, mut failed, mut refused) = (0, 0, 0);
+    for (id, outcome) in outcomes {
+        match outcome {
+            Outcome::Delivered => delivered += 1,
+            Outcome::Waiting { reason, attempts } => {
+                failed += 1;
+                tracing::debug!(id, attempts, reason, "not delivered for now");
+            }
+            Outcome::Refused { reason } => {
+                refused += 1;
+                tracing::debug!(id, reason, "refused");
+            }
+        }
+    }
+    if refused > 0 {
+        let reason = outcomes.iter().find_map(|(_, outcome)| match outcome {
+            Outcome::Refused { reason } => Some(reason),
+            _ => None,
+        });
+        tracing::warn!(rows = refused, reason, "rows were refused: 'fga-outbox status' has the reasons");
+    }
+    let counters = &shared.counters;
+    counters.delivered.fetch_add(delivered, Relaxed);
+    counters.failed.fetch_add(failed, Relaxed);
+    counters.refused.fetch_add(refused, Relaxed);
+}
+
+impl Handler<Crash> for Ledger {
+    type Result = ();
+
+    fn handle(&mut self, _: Crash, _: &mut Self::Context) {
+        panic!("crashed on demand");
+    }
+}

@@ -1,0 +1,190 @@
+//! The lease: rows held by an open transaction.
+
+use diesel::sql_types::{Array, BigInt, Double, Integer, Nullable, Text};
+use diesel::{QueryableByName, sql_query};
+use diesel_async::{AnsiTransactionManager, AsyncPgConnection, RunQueryDsl as _, TransactionManager as _};
+use tokio::sync::OwnedSemaphorePermit;
+
+use super::DatabaseError;
+use super::connect::{Manager, Pool};
+use crate::delivery::backoff;
+use crate::delivery::plan::{Outcome, Row};
+use crate::tuple::{Intent, InvalidIntent};
+
+/// A lease takes no more rows than come to this many bytes of payload (but always one), so that memory is bounded by
+/// the leases in flight.
+const MAX_LEASE_BYTES: i64 = 4 << 20;
+/// A payload above this is refused without being looked at: a hundred tuples with the largest contexts take a fifth.
+const MAX_PAYLOAD_BYTES: i64 = 16 << 20;
+/// A reason that is recorded on a row is cut after this many characters.
+const MAX_REASON_CHARS: usize = 2_000;
+
+/// Rows that no other engine and no foreign drain can lease until this is committed or dropped.
+///
+/// It is an open transaction that holds them with `FOR UPDATE`. Dropped anywhere, for whatever reason, it gives its rows
+/// back: the pool closes a connection whose transaction is still open.
+pub(crate) struct Lease {
+    connection: bb8::PooledConnection<'static, Manager>,
+    rows: Vec<Row>,
+    /// The engine's room for one lease, free again when this is gone.
+    _room: OwnedSemaphorePermit,
+}
+
+/// What to claim.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Claim {
+    /// Only new rows with a higher `id`; a hint that spares looking at rows that were just leased.
+    pub(crate) after: i64,
+    /// How many rows at most.
+    pub(crate) rows: i64,
+}
+
+/// What was claimed.
+pub(crate) struct Claimed {
+    pub(crate) lease: Option<Lease>,
+    /// The highest `id` that was claimed because it was new.
+    pub(crate) last_new: Option<i64>,
+    /// Whether there may be more of the same kind.
+    pub(crate) full: bool,
+}
+
+/// New rows by their own index from `$1` on, retries that are due by theirs. What lies in the table beside them (rows
+/// delivered, waiting or refused) is not looked at, as long as `$1` is past it.
+const CLAIM: &str = "
+    WITH due AS MATERIALIZED (
+        SELECT id, attempts, payload::text AS payload, false AS new FROM fga_outbox
+        WHERE processed_at IS NULL AND next_attempt_at <= now()
+        ORDER BY next_attempt_at LIMIT ($2 + 1) / 2 FOR UPDATE SKIP LOCKED
+    ), new AS MATERIALIZED (
+        SELECT id, attempts, payload::text AS payload, true AS new FROM fga_outbox
+        WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id > $1
+        ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED
+    ), leased AS (
+        SELECT *, octet_length(payload)::bigint AS bytes FROM due
+        UNION ALL
+        SELECT *, octet_length(payload)::bigint AS bytes FROM new
+    ), room AS (
+        SELECT *, sum(least(bytes, $4)) OVER (ORDER BY id) AS so_far, row_number() OVER (ORDER BY id) AS nth FROM leased
+    )
+    SELECT id, attempts, new, bytes, CASE WHEN bytes <= $4 THEN payload END AS payload FROM room
+    WHERE so_far <= $3 OR nth = 1";
+
+#[derive(QueryableByName)]
+struct ClaimedRow {
+    #[diesel(sql_type = BigInt)]
+    id: i64,
+    #[diesel(sql_type = Integer)]
+    attempts: i32,
+    #[diesel(sql_type = diesel::sql_types::Bool)]
+    new: bool,
+    #[diesel(sql_type = BigInt)]
+    bytes: i64,
+    #[diesel(sql_type = Nullable<Text>)]
+    payload: Option<String>,
+}
+
+/// Leases rows that may be delivered now and that nobody else holds. None where there are none.
+pub(crate) async fn claim(pool: &Pool, what: Claim, room: OwnedSemaphorePermit) -> Result<Claimed, DatabaseError> {
+    let mut connection = pool.get_owned().await?;
+    // Never a raw BEGIN: the pool would take the connection back with the transaction open.
+    AnsiTransactionManager::begin_transaction(&mut *connection).await?;
+    let claimed: Vec<ClaimedRow> = sql_query(CLAIM)
+        .bind::<BigInt, _>(what.after)
+        .bind::<BigInt, _>(what.rows)
+        .bind::<BigInt, _>(MAX_LEASE_BYTES)
+        .bind::<BigInt, _>(MAX_PAYLOAD_BYTES)
+        .load(&mut connection)
+        .await?;
+    if claimed.is_empty() {
+        AnsiTransactionManager::rollback_transaction(&mut *connection).await?;
+        return Ok(Claimed { lease: None, last_new: None, full: false });
+    }
+    let last_new = claimed.iter().filter(|row| row.new).map(|row| row.id).max();
+    let new = claimed.iter().filter(|row| row.new).count() as i64;
+    let bytes: i64 = claimed.iter().map(|row| row.bytes).sum();
+    // Rows left out for their size count, too.
+    let full = new >= what.rows || bytes >= MAX_LEASE_BYTES / 2 || claimed.len() as i64 > new;
+    let rows = claimed.into_iter().map(ClaimedRow::read).collect();
+    Ok(Claimed { lease: Some(Lease { connection, rows, _room: room }), last_new, full })
+}
+
+impl ClaimedRow {
+    fn read(self) -> Row {
+        let intent = match &self.payload {
+            Some(payload) => Intent::from_json(payload),
+            None => Err(InvalidIntent {
+                field: "payload".to_owned(),
+                problem: format!("has {} bytes, more than the {MAX_PAYLOAD_BYTES} that are sent", self.bytes),
+            }),
+        };
+        Row { id: self.id, attempts: self.attempts, intent }
+    }
+}
+
+impl Lease {
+    /// The rows, once.
+    pub(crate) fn take_rows(&mut self) -> Vec<Row> {
+        std::mem::take(&mut self.rows)
+    }
+
+    /// Records these outcomes and gives the lease's other rows back untouched.
+    pub(crate) async fn commit(mut self, outcomes: &[(i64, Outcome)]) -> Result<(), DatabaseError> {
+        if outcomes.is_empty() {
+            return self.give_back().await;
+        }
+        record(&mut self.connection, outcomes).await?;
+        AnsiTransactionManager::commit_transaction(&mut *self.connection).await?;
+        Ok(())
+    }
+
+    /// Gives all rows back untouched, at once. Dropping does the same, at the cost of the connection.
+    pub(crate) async fn give_back(mut self) -> Result<(), DatabaseError> {
+        AnsiTransactionManager::rollback_transaction(&mut *self.connection).await?;
+        Ok(())
+    }
+}
+
+/// `now()` is when the lease began: what is recorded happened later.
+const DELIVERED: &str = "
+    UPDATE fga_outbox SET processed_at = clock_timestamp(), next_attempt_at = NULL WHERE id = ANY($1)";
+const FAILED: &str = "
+    UPDATE fga_outbox SET attempts = attempts + 1, last_error = failed.reason,
+        next_attempt_at = coalesce(clock_timestamp() + failed.seconds * interval '1 second', 'infinity')
+    FROM unnest($1, $2, $3) AS failed (id, reason, seconds) WHERE fga_outbox.id = failed.id";
+
+async fn record(connection: &mut AsyncPgConnection, outcomes: &[(i64, Outcome)]) -> Result<(), DatabaseError> {
+    let mut delivered = Vec::new();
+    let (mut ids, mut reasons, mut seconds) = (Vec::new(), Vec::new(), Vec::new());
+    for (id, outcome) in outcomes {
+        let (reason, wait) = match outcome {
+            Outcome::Delivered => {
+                delivered.push(*id);
+                continue;
+            }
+            Outcome::Waiting { reason, attempts } => {
+                (reason, Some(backoff::of_row(attempts.unsigned_abs()).as_secs_f64()))
+            }
+            Outcome::Refused { reason } => (reason, None),
+        };
+        ids.push(*id);
+        reasons.push(recordable(reason));
+        seconds.push(wait);
+    }
+    if !delivered.is_empty() {
+        sql_query(DELIVERED).bind::<Array<BigInt>, _>(delivered).execute(connection).await?;
+    }
+    if !ids.is_empty() {
+        sql_query(FAILED)
+            .bind::<Array<BigInt>, _>(ids)
+            .bind::<Array<Text>, _>(reasons)
+            .bind::<Array<Nullable<Double>>, _>(seconds)
+            .execute(connection)
+            .await?;
+    }
+    Ok(())
+}
+
+/// Postgres takes no U+0000 in text, and a message may hold one.
+fn recordable(reason: &str) -> String {
+    reason.chars().take(MAX_REASON_CHARS).map(|c| if c == '\0' { '\u{fffd}' } else { c }).collect()
+}

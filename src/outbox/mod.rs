@@ -1,0 +1,68 @@
+//! Everything that is SQL: connecting, migrating, enqueueing, leasing rows and recording what became of them.
+
+mod connect;
+mod enqueue;
+mod lease;
+mod migrate;
+mod report;
+#[rustfmt::skip]
+mod schema;
+
+use diesel::result::DatabaseErrorKind;
+
+pub use connect::DatabaseUrl;
+pub(crate) use connect::{Pool, pool};
+pub use enqueue::enqueue_all;
+pub(crate) use lease::{Claim, Lease, claim};
+pub use migrate::{Migrated, migrate};
+pub(crate) use report::{Left, left};
+pub use report::{Reason, Status, status};
+
+/// Why the database could not be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DatabaseError {
+    /// The address can't be used as it is.
+    #[error("DATABASE_URL: {0}")]
+    InvalidUrl(String),
+    /// No connection could be made.
+    #[error("can't connect to Postgres: {0}")]
+    Unreachable(String),
+    /// The table, or a column of it, is not there.
+    #[error("{0}: run 'fga-outbox migrate' on this database first")]
+    NotMigrated(String),
+    /// The migrations can't be run on what is there.
+    #[error("{0}")]
+    Migration(String),
+    /// A statement failed.
+    #[error("Postgres: {0}")]
+    Query(diesel::result::Error),
+}
+
+impl From<diesel::result::Error> for DatabaseError {
+    fn from(error: diesel::result::Error) -> Self {
+        use diesel::result::Error::DatabaseError as Database;
+        match &error {
+            Database(DatabaseErrorKind::ClosedConnection, info) => Self::Unreachable(info.message().to_owned()),
+            // "undefined_table" and "undefined_column" have no kind of their own.
+            Database(_, info)
+                if info.message().ends_with("does not exist") && info.message().contains("fga_outbox") =>
+            {
+                Self::NotMigrated(info.message().to_owned())
+            }
+            Database(_, info) if info.message().contains("next_attempt_at") => {
+                Self::NotMigrated(info.message().to_owned())
+            }
+            _ => Self::Query(error),
+        }
+    }
+}
+
+impl From<bb8::RunError<diesel_async::pooled_connection::PoolError>> for DatabaseError {
+    fn from(error: bb8::RunError<diesel_async::pooled_connection::PoolError>) -> Self {
+        match error {
+            bb8::RunError::User(error) => Self::Unreachable(error.to_string()),
+            bb8::RunError::TimedOut => Self::Unreachable("no answer in time".to_owned()),
+        }
+    }
+}
