@@ -7,12 +7,8 @@ DECLARE
     existing pg_class;
     differences text;
 BEGIN
-    IF current_schema() IS NULL THEN
-        RAISE EXCEPTION 'no schema of the search_path "%" exists: create it first', current_setting('search_path');
-    END IF;
-
-    SELECT c.* INTO existing FROM pg_class c
-    WHERE c.relname = 'fga_outbox' AND c.relnamespace = current_schema()::regnamespace;
+    SELECT c.* INTO existing FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+    WHERE c.relname = 'fga_outbox' AND n.nspname = current_schema();
 
     IF existing.oid IS NULL THEN
         CREATE TABLE fga_outbox (

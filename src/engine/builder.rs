@@ -16,7 +16,7 @@ use super::ledger::Ledger;
 use super::{DELIVERERS, Engine, FLOW, Home, KeptActors, ROOM, Settings, Shared};
 use crate::delivery::verdict::Fault;
 use crate::openfga::{Auth, Client, Target};
-use crate::outbox::{DatabaseError, DatabaseUrl, pool};
+use crate::outbox::{DatabaseError, DatabaseUrl, Pool};
 
 /// A setting that can't be used.
 #[derive(Debug, thiserror::Error)]
@@ -166,7 +166,7 @@ impl EngineBuilder {
         let shared = Arc::new(Shared {
             settings: self.settings,
             // One for each lease, one that is claimed meanwhile, one for questions.
-            pool: pool(&url, home.handle().clone(), ROOM + 2),
+            pool: Pool::new(&url, home.handle().clone(), ROOM + 2),
             client,
             gate: Gate::new(),
             limits: Default::default(),

@@ -5,12 +5,12 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use actix::{Actor, ActorContext as _, AsyncContext as _, Context, Handler, WrapFuture as _};
+use tokio::sync::OwnedSemaphorePermit;
 
-use super::Shared;
 use super::deliverer::{Deliver, Deliverer};
 use super::gate::Mode;
 use super::keeper::{Alive, Kept};
-use super::{Crash, ROOM};
+use super::{Crash, ROOM, Shared};
 use crate::delivery::backoff;
 use crate::outbox::{Claim, DatabaseError, claim};
 
@@ -38,14 +38,7 @@ impl Actor for Claimer {
     type Context = Context<Self>;
 
     fn started(&mut self, ctx: &mut Self::Context) {
-        let claiming = Claiming::new(self.shared.clone(), self.deliverers.clone());
-        let until_stopped = self.shared.clone();
-        let claiming = async move {
-            tokio::select! {
-                () = claiming.run() => {}
-                () = until_stopped.stopping.cancelled() => {}
-            }
-        };
+        let claiming = Claiming::new(self.shared.clone(), self.deliverers.clone()).run();
         ctx.spawn(actix::fut::ActorFutureExt::map(claiming.into_actor(self), |(), _, ctx: &mut Self::Context| {
             ctx.stop()
         }));
@@ -75,43 +68,59 @@ impl Claiming {
         Self { shared, deliverers, leases: 0, rows: FEWEST_ROWS, cursor: 0, swept: Instant::now() }
     }
 
+    /// Until the engine stops. A claim that has begun is waited for: cut off, it would hold its rows until Postgres
+    /// notices.
     async fn run(mut self) {
+        let shared = self.shared.clone();
         let mut outage = backoff::between_restarts();
-        loop {
-            let claimed = match self.shared.gate.mode() {
-                Mode::Open => self.claim(self.rows).await,
-                Mode::HalfOpen => {
-                    self.rows = FEWEST_ROWS;
-                    self.all_home().await;
-                    match self.shared.gate.mode() {
-                        Mode::HalfOpen => self.claim(1).await,
-                        _ => continue,
-                    }
-                }
+        while !shared.stopping.is_cancelled() {
+            let rows = match shared.gate.mode() {
+                Mode::Open => self.rows,
+                Mode::HalfOpen => 1,
                 Mode::Closed => {
-                    self.probe().await;
+                    self.rows = FEWEST_ROWS;
+                    self.unless_stopped(self.probe()).await;
                     continue;
                 }
             };
-            match claimed {
+            let Some(room) = self.unless_stopped(self.room(rows)).await else { break };
+            if shared.gate.mode() == Mode::Closed {
+                continue;
+            }
+            match self.claim(rows, room).await {
                 Ok(found) => {
-                    self.shared.database_answers();
+                    shared.database_answers();
                     outage.reset();
                     if !found {
-                        self.idle().await;
+                        self.unless_stopped(self.idle()).await;
                     }
                 }
                 Err(error) => {
-                    self.shared.database_fails(error);
-                    tokio::time::sleep(outage.next()).await;
+                    shared.database_fails(error);
+                    self.unless_stopped(tokio::time::sleep(outage.next())).await;
                 }
             }
         }
     }
 
+    async fn unless_stopped<T>(&self, future: impl Future<Output = T>) -> Option<T> {
+        tokio::select! {
+            output = future => Some(output),
+            () = self.shared.stopping.cancelled() => None,
+        }
+    }
+
+    /// Room for one more lease; for a lease that is to find out about the target, once no other is out.
+    async fn room(&self, rows: i64) -> OwnedSemaphorePermit {
+        let room = self.shared.room.clone();
+        if rows == 1 {
+            drop(room.acquire_many(ROOM).await);
+        }
+        room.acquire_owned().await.expect("never closed")
+    }
+
     /// Claims once and hands the lease over. Says whether there was anything, or may be.
-    async fn claim(&mut self, rows: i64) -> Result<bool, DatabaseError> {
-        let room = self.shared.room.clone().acquire_owned().await.expect("never closed");
+    async fn claim(&mut self, rows: i64, room: OwnedSemaphorePermit) -> Result<bool, DatabaseError> {
         if self.swept.elapsed() >= SWEEP_INTERVAL {
             self.cursor = 0;
         }
@@ -147,11 +156,6 @@ impl Claiming {
             () = self.shared.wake.notified() => {}
             () = tokio::time::sleep(self.shared.settings.poll_interval) => {}
         }
-    }
-
-    /// Waits until no lease is out.
-    async fn all_home(&self) {
-        drop(self.shared.room.acquire_many(ROOM).await);
     }
 
     async fn probe(&self) {

@@ -52,11 +52,15 @@ impl<A: Actor<Context = Context<A>>> Kept<A> {
     ) {
         let mut arbiter = Arbiter::new();
         let mut backoff = backoff::between_restarts();
+        let mut restarted = false;
         loop {
             let began = Instant::now();
             let (alive, died) = oneshot::channel();
             let make = make.clone();
             self.set(Some(A::start_in_arbiter(&arbiter.handle(), move |_| make(alive))));
+            if restarted {
+                shared.counters.restarts.fetch_add(1, Relaxed);
+            }
             tokio::select! {
                 _ = died => {}
                 () = shared.ended.cancelled() => break,
@@ -64,7 +68,7 @@ impl<A: Actor<Context = Context<A>>> Kept<A> {
             if shared.stopping.is_cancelled() {
                 break;
             }
-            shared.counters.restarts.fetch_add(1, Relaxed);
+            restarted = true;
             if began.elapsed() > Duration::from_secs(10) {
                 backoff.reset();
             }

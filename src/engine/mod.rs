@@ -305,7 +305,7 @@ impl Engine {
     }
 
     async fn left(&self) -> Result<crate::outbox::Left, DatabaseError> {
-        let mut connection = self.shared.pool.get_owned().await?;
+        let mut connection = self.shared.pool.get().await?;
         left(&mut connection).await
     }
 
@@ -334,7 +334,7 @@ impl Engine {
     pub fn crash(&self, actor: &str) {
         match actor {
             "claimer" => self.kept.claimer.send(Crash),
-            "deliverer" => self.kept.deliverers.iter().for_each(|deliverer| deliverer.send(Crash)),
+            "deliverer" => self.kept.deliverers[0].send(Crash),
             "ledger" => self.kept.ledger.send(Crash),
             _ => panic!("no such actor: {actor}"),
         }

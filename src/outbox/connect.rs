@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use diesel::{ConnectionError, ConnectionResult};
-use diesel_async::pooled_connection::{AsyncDieselConnectionManager, ManagerConfig, RecyclingMethod};
+use diesel_async::pooled_connection::{AsyncDieselConnectionManager, ManagerConfig, PoolError, RecyclingMethod};
 use diesel_async::{AsyncPgConnection, SimpleAsyncConnection};
 use futures_util::FutureExt as _;
 use rustls::client::WebPkiServerVerifier;
@@ -16,15 +16,13 @@ use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{CertificateError, ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme};
 use rustls_platform_verifier::ConfigVerifierExt as _;
+use tokio::runtime::Handle;
+use tokio::sync::watch;
 use tokio_postgres::NoTls;
 use tokio_postgres_rustls::MakeRustlsConnect;
 use url::form_urlencoded;
 
 use super::DatabaseError;
-
-/// A pool of connections of one database.
-pub(crate) type Pool = bb8::Pool<Manager>;
-pub(crate) type Manager = AsyncDieselConnectionManager<AsyncPgConnection>;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -160,32 +158,82 @@ impl DatabaseUrl {
     }
 }
 
-/// A pool of up to this many connections. They are made and driven by the runtime of `home`, which has to outlive the
-/// actors: a connection dies with the runtime that it was made on.
-pub(crate) fn pool(url: &DatabaseUrl, home: tokio::runtime::Handle, size: u32) -> Pool {
-    let url = url.clone();
-    let mut config = ManagerConfig::default();
-    // A statement is about to be sent anyway, and finds out about a broken connection.
-    config.recycling_method = RecyclingMethod::Fast;
-    config.custom_setup = Box::new(move |_| {
-        let (url, home) = (url.clone(), home.clone());
-        async move {
-            let made = home.spawn(async move {
+/// A pool of connections of one database.
+pub(crate) struct Pool {
+    connections: bb8::Pool<Manager>,
+    home: Handle,
+    /// Why the last connection could not be made.
+    failure: watch::Sender<String>,
+}
+
+type Manager = AsyncDieselConnectionManager<AsyncPgConnection>;
+
+/// A connection that goes back to its pool when dropped, or is closed where a transaction is still open.
+pub(crate) type Connection = bb8::PooledConnection<'static, Manager>;
+
+impl Pool {
+    /// Up to this many connections. They are made and driven by the runtime of `home`, which has to outlive the actors:
+    /// a connection dies with the runtime that it was made on.
+    pub(crate) fn new(url: &DatabaseUrl, home: Handle, size: u32) -> Self {
+        let url = url.clone();
+        let mut config = ManagerConfig::default();
+        // A statement is about to be sent anyway, and finds out about a broken connection.
+        config.recycling_method = RecyclingMethod::Fast;
+        config.custom_setup = Box::new(move |_| {
+            let url = url.clone();
+            async move {
                 let mut connection = url.establish().await?;
                 connection.batch_execute(SESSION).await.map_err(ConnectionError::CouldntSetupConfiguration)?;
                 Ok(connection)
-            });
-            made.await.unwrap_or_else(|error| Err(ConnectionError::BadConnection(error.to_string())))
+            }
+            .boxed()
+        });
+        let failure = watch::Sender::default();
+        let connections = bb8::Pool::builder()
+            .max_size(size)
+            .connection_timeout(CONNECT_TIMEOUT + Duration::from_secs(1))
+            .idle_timeout(Some(Duration::from_secs(60)))
+            // Whoever wants the connection hears of the failure, and tries again in its own time.
+            .retry_connection(false)
+            .error_sink(Box::new(Failures(failure.clone())))
+            .build_unchecked(Manager::new_with_config("", config));
+        Self { connections, home, failure }
+    }
+
+    /// # Errors
+    /// [`DatabaseError::Unreachable`], as soon as it is known that no connection can be made.
+    pub(crate) async fn get(&self) -> Result<Connection, DatabaseError> {
+        let mut failure = self.failure.subscribe();
+        let connections = self.connections.clone();
+        // On the home runtime, where bb8 makes connections in tasks of its own.
+        let got = self.home.spawn(async move { connections.get_owned().await });
+        tokio::select! {
+            biased;
+            got = got => match got {
+                Ok(Ok(connection)) => Ok(connection),
+                Ok(Err(bb8::RunError::User(error))) => Err(DatabaseError::Unreachable(error.to_string())),
+                Ok(Err(bb8::RunError::TimedOut)) => Err(DatabaseError::Unreachable("no answer in time".to_owned())),
+                Err(error) => Err(DatabaseError::Unreachable(error.to_string())),
+            },
+            Ok(()) = failure.changed() => Err(DatabaseError::Unreachable(failure.borrow().clone())),
         }
-        .boxed()
-    });
-    // `min_idle` is not set and connections are not kept for long, so an idle engine holds few.
-    bb8::Pool::builder()
-        .max_size(size)
-        .connection_timeout(CONNECT_TIMEOUT + Duration::from_secs(1))
-        .idle_timeout(Some(Duration::from_secs(60)))
-        .retry_connection(false)
-        .build_unchecked(Manager::new_with_config("", config))
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Failures(watch::Sender<String>);
+
+impl bb8::ErrorSink<PoolError> for Failures {
+    fn sink(&self, error: PoolError) {
+        self.0.send_replace(match error {
+            PoolError::ConnectionError(ConnectionError::BadConnection(reason)) => reason,
+            error => error.to_string(),
+        });
+    }
+
+    fn boxed_clone(&self) -> Box<dyn bb8::ErrorSink<PoolError>> {
+        Box::new(self.clone())
+    }
 }
 
 /// A lost network must not hold rows for ever, nor a query whose client is gone go on. The first is above the longest

@@ -5,8 +5,7 @@ use diesel::{QueryableByName, sql_query};
 use diesel_async::{AnsiTransactionManager, AsyncPgConnection, RunQueryDsl as _, TransactionManager as _};
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::DatabaseError;
-use super::connect::{Manager, Pool};
+use super::{Connection, DatabaseError, Pool};
 use crate::delivery::backoff;
 use crate::delivery::plan::{Outcome, Row};
 use crate::tuple::{Intent, InvalidIntent};
@@ -24,7 +23,7 @@ const MAX_REASON_CHARS: usize = 2_000;
 /// It is an open transaction that holds them with `FOR UPDATE`. Dropped anywhere, for whatever reason, it gives its rows
 /// back: the pool closes a connection whose transaction is still open.
 pub(crate) struct Lease {
-    connection: bb8::PooledConnection<'static, Manager>,
+    connection: Connection,
     rows: Vec<Row>,
     /// The engine's room for one lease, free again when this is gone.
     _room: OwnedSemaphorePermit,
@@ -85,7 +84,7 @@ struct ClaimedRow {
 
 /// Leases rows that may be delivered now and that nobody else holds. None where there are none.
 pub(crate) async fn claim(pool: &Pool, what: Claim, room: OwnedSemaphorePermit) -> Result<Claimed, DatabaseError> {
-    let mut connection = pool.get_owned().await?;
+    let mut connection = pool.get().await?;
     // Never a raw BEGIN: the pool would take the connection back with the transaction open.
     AnsiTransactionManager::begin_transaction(&mut *connection).await?;
     let claimed: Vec<ClaimedRow> = sql_query(CLAIM)

@@ -36,12 +36,31 @@ pub struct Migrated {
 /// differences, and the table is left as it was.
 pub async fn migrate(url: &DatabaseUrl) -> Result<Migrated, DatabaseError> {
     let mut connection = url.connect().await?;
+    check_schema(&mut connection).await?;
     lock(&mut connection).await?;
     drop_unfinished_indexes(&mut connection).await?;
     // diesel's harness blocks, and this runtime may have only one thread.
     tokio::task::spawn_blocking(move || run_pending(connection))
         .await
         .map_err(|error| DatabaseError::Migration(error.to_string()))?
+}
+
+async fn check_schema(connection: &mut AsyncPgConnection) -> Result<(), DatabaseError> {
+    #[derive(QueryableByName)]
+    struct Schema {
+        #[diesel(sql_type = Bool)]
+        exists: bool,
+        #[diesel(sql_type = Text)]
+        search_path: String,
+    }
+    let query =
+        sql_query("SELECT current_schema() IS NOT NULL AS exists, current_setting('search_path') AS search_path");
+    match query.get_result::<Schema>(connection).await? {
+        Schema { exists: true, .. } => Ok(()),
+        Schema { search_path, .. } => Err(DatabaseError::Migration(format!(
+            "no schema of the search_path {search_path} exists: create it first (CREATE SCHEMA)"
+        ))),
+    }
 }
 
 /// Takes the lock by asking for it again and again: a session that waits inside a statement has a snapshot, and the
@@ -70,7 +89,8 @@ async fn drop_unfinished_indexes(connection: &mut AsyncPgConnection) -> Result<(
     }
     let unfinished: Vec<Unfinished> = sql_query(
         "SELECT quote_ident(c.relname) AS name FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
-         WHERE NOT i.indisvalid AND c.relnamespace = current_schema()::regnamespace
+             JOIN pg_namespace n ON n.oid = c.relnamespace
+         WHERE NOT i.indisvalid AND n.nspname = current_schema()
              AND c.relname IN ('fga_outbox_retry_idx', 'fga_outbox_pending_idx')",
     )
     .load(connection)

@@ -11,7 +11,7 @@ mod schema;
 use diesel::result::DatabaseErrorKind;
 
 pub use connect::DatabaseUrl;
-pub(crate) use connect::{Pool, pool};
+pub(crate) use connect::{Connection, Pool};
 pub use enqueue::enqueue_all;
 pub(crate) use lease::{Claim, Lease, claim};
 pub use migrate::{Migrated, migrate};
@@ -54,15 +54,6 @@ impl From<diesel::result::Error> for DatabaseError {
                 Self::NotMigrated(info.message().to_owned())
             }
             _ => Self::Query(error),
-        }
-    }
-}
-
-impl From<bb8::RunError<diesel_async::pooled_connection::PoolError>> for DatabaseError {
-    fn from(error: bb8::RunError<diesel_async::pooled_connection::PoolError>) -> Self {
-        match error {
-            bb8::RunError::User(error) => Self::Unreachable(error.to_string()),
-            bb8::RunError::TimedOut => Self::Unreachable("no answer in time".to_owned()),
         }
     }
 }
