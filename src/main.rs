@@ -10,8 +10,8 @@ use anyhow::Context as _;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use diesel_async::{AsyncConnection as _, AsyncPgConnection};
 use fga_outbox::{
-    ConfigError, DatabaseError, DatabaseUrl, DrainError, Engine, EngineBuilder, Fault, FaultKind, Intent, Tuple,
-    TupleKey, enqueue_all, migrate, status,
+    ConfigError, DatabaseError, DatabaseUrl, DrainError, Engine, EngineBuilder, Fault, FaultKind, Intent, Requeue,
+    Tuple, TupleKey, Undelivered, enqueue_all, list, migrate, requeue, status,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio::signal::unix::{SignalKind, signal};
@@ -75,6 +75,8 @@ enum Command {
         /// Print the result as one JSON object
         #[arg(long)]
         json: bool,
+        #[command(flatten)]
+        delivery: DeliveryArgs,
         /// How long to go on without Postgres or OpenFGA, once begun
         #[arg(long, default_value = "60s", value_parser = humantime::parse_duration)]
         patience: Duration,
@@ -88,19 +90,83 @@ enum Command {
         database: DatabaseArgs,
         #[command(flatten)]
         target: TargetArgs,
+        #[command(flatten)]
+        delivery: DeliveryArgs,
         /// How long a stop waits for requests in flight
         #[arg(long, default_value = "15s", value_parser = humantime::parse_duration)]
         grace: Duration,
     },
-    /// Count the rows in each state, and say why some are not delivered
+    /// Count the rows in each state, say why some are not delivered, and whether OpenFGA can be used
     #[command(after_help = "Example:\n  fga-outbox status --json --database-url postgres://app@localhost/app")]
     Status {
         #[command(flatten)]
         database: DatabaseArgs,
+        #[command(flatten)]
+        target: TargetArgs,
         /// Print the counts as one JSON object
         #[arg(long)]
         json: bool,
     },
+    /// Show rows that are not delivered, and why
+    #[command(after_help = "Example:\n  fga-outbox list --refused --limit 5")]
+    List {
+        #[command(flatten)]
+        state: StateArgs,
+        /// Print one JSON object a row
+        #[arg(long)]
+        json: bool,
+        /// How many rows at most
+        #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(i64).range(1..))]
+        limit: i64,
+        #[command(flatten)]
+        database: DatabaseArgs,
+    },
+    /// Make refused or waiting rows ready again
+    #[command(after_help = "Example:\n  fga-outbox requeue --reason \"type 'archive' not found\" --dry-run")]
+    Requeue {
+        #[command(flatten)]
+        which: RequeueArgs,
+        /// Only say how many rows there are
+        #[arg(long)]
+        dry_run: bool,
+        #[command(flatten)]
+        database: DatabaseArgs,
+    },
+}
+
+#[derive(Args)]
+#[group(required = true, multiple = false)]
+struct StateArgs {
+    /// Rows that OpenFGA refuses
+    #[arg(long)]
+    refused: bool,
+    /// Rows that will be tried again at a later time
+    #[arg(long)]
+    waiting: bool,
+    /// Rows to be delivered now
+    #[arg(long)]
+    ready: bool,
+}
+
+#[derive(Args)]
+#[group(required = true, multiple = false)]
+struct RequeueArgs {
+    /// All refused rows
+    #[arg(long)]
+    refused: bool,
+    /// These rows, refused or waiting
+    #[arg(long, num_args = 1.., value_name = "N")]
+    id: Vec<i64>,
+    /// Rows, refused or waiting, whose reason contains this text
+    #[arg(long, value_name = "TEXT")]
+    reason: Option<String>,
+}
+
+#[derive(Args)]
+struct DeliveryArgs {
+    /// Count a row as refused after so many failed deliveries [default: try for ever]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    max_attempts: Option<u32>,
 }
 
 #[derive(Args)]
@@ -127,6 +193,24 @@ struct TargetArgs {
     /// A shared token
     #[arg(long, env = "FGA_API_TOKEN", hide_env_values = true, value_name = "TOKEN")]
     api_token: Option<String>,
+    /// OAuth 2 client credentials, in place of a shared token: the client's id
+    #[arg(long, env = "FGA_CLIENT_ID", hide_env_values = true, value_name = "ID")]
+    client_id: Option<String>,
+    /// … its secret
+    #[arg(long, env = "FGA_CLIENT_SECRET", hide_env_values = true, value_name = "SECRET")]
+    client_secret: Option<String>,
+    /// … who issues its tokens: a host, or the URL of its token endpoint
+    #[arg(long, env = "FGA_API_TOKEN_ISSUER", hide_env_values = true, value_name = "ISSUER")]
+    api_token_issuer: Option<String>,
+    /// … for which audience
+    #[arg(long, env = "FGA_API_AUDIENCE", hide_env_values = true, value_name = "AUDIENCE")]
+    api_audience: Option<String>,
+    /// … with which scopes, separated by spaces
+    #[arg(long, env = "FGA_API_SCOPES", hide_env_values = true, value_name = "SCOPES")]
+    api_scopes: Option<String>,
+    /// A PEM file of certificates to trust for HTTPS, besides the system's
+    #[arg(long, env = "FGA_CA_CERT", hide_env_values = true, value_name = "FILE")]
+    ca_cert: Option<String>,
 }
 
 /// The exit codes that say more than "failed".
@@ -161,9 +245,15 @@ async fn execute(command: Command) -> anyhow::Result<u8> {
     match command {
         Command::Migrate { database } => run_migrations(database).await,
         Command::Enqueue { file, write, delete, database } => enqueue(file, write, delete, database).await,
-        Command::Drain { database, target, json, patience } => drain(database, target, json, patience).await,
-        Command::Run { database, target, grace } => run(database, target, grace).await,
-        Command::Status { database, json } => print_status(database, json).await,
+        Command::Drain { database, target, json, delivery, patience } => {
+            drain(&database, delivery.set(builder(&database, &target)).patience(patience), json).await
+        }
+        Command::Run { database, target, delivery, grace } => {
+            run(delivery.set(builder(&database, &target)).grace(grace)).await
+        }
+        Command::Status { database, target, json } => print_status(&database, &target, json).await,
+        Command::List { state, json, limit, database } => print_rows(&state, json, limit, &database).await,
+        Command::Requeue { which, dry_run, database } => requeue_rows(which, dry_run, &database).await,
     }
 }
 
@@ -217,20 +307,37 @@ fn given(value: &Option<String>) -> Option<String> {
 
 fn builder(database: &DatabaseArgs, target: &TargetArgs) -> EngineBuilder {
     let mut builder = Engine::builder();
-    let settings: [(&Option<String>, fn(EngineBuilder, String) -> EngineBuilder); 6] = [
+    let settings: [(&Option<String>, fn(EngineBuilder, String) -> EngineBuilder); 10] = [
         (&database.database_url, EngineBuilder::database_url),
         (&database.schema, EngineBuilder::schema),
         (&target.api_url, EngineBuilder::api_url),
         (&target.store_id, EngineBuilder::store_id),
         (&target.model_id, EngineBuilder::model_id),
         (&target.api_token, EngineBuilder::api_token),
+        (&target.api_token_issuer, EngineBuilder::token_issuer),
+        (&target.api_audience, EngineBuilder::audience),
+        (&target.api_scopes, EngineBuilder::scopes),
+        (&target.ca_cert, EngineBuilder::ca_cert),
     ];
     for (value, set) in settings {
         if let Some(value) = given(value) {
             builder = set(builder, value);
         }
     }
+    let (id, secret) = (given(&target.client_id), given(&target.client_secret));
+    if id.is_some() || secret.is_some() {
+        builder = builder.client_credentials(id.unwrap_or_default(), secret.unwrap_or_default());
+    }
     builder
+}
+
+impl DeliveryArgs {
+    fn set(&self, builder: EngineBuilder) -> EngineBuilder {
+        match self.max_attempts {
+            Some(attempts) => builder.max_attempts(attempts),
+            None => builder,
+        }
+    }
 }
 
 async fn run_migrations(database: DatabaseArgs) -> anyhow::Result<u8> {
@@ -301,9 +408,9 @@ fn next_payloads(lines: &mut (dyn BufRead + Send), name: &str, number: &mut usiz
     Ok(payloads)
 }
 
-async fn drain(database: DatabaseArgs, target: TargetArgs, json: bool, patience: Duration) -> anyhow::Result<u8> {
+async fn drain(database: &DatabaseArgs, builder: EngineBuilder, json: bool) -> anyhow::Result<u8> {
     let began = Instant::now();
-    let builder = builder(&database, &target).patience(patience);
+    database.url()?;
     builder.check_target().await?.context("OpenFGA")?;
     let engine = builder.start()?;
     let ready = engine.ready().await?;
@@ -341,8 +448,8 @@ async fn drain(database: DatabaseArgs, target: TargetArgs, json: bool, patience:
     Ok(if waiting + refused + drained.held == 0 { 0 } else { LEFT })
 }
 
-async fn run(database: DatabaseArgs, target: TargetArgs, grace: Duration) -> anyhow::Result<u8> {
-    let engine = builder(&database, &target).grace(grace).start()?;
+async fn run(builder: EngineBuilder) -> anyhow::Result<u8> {
+    let engine = builder.start()?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
     tracing::info!("running: stop with SIGINT or SIGTERM");
@@ -357,10 +464,19 @@ async fn run(database: DatabaseArgs, target: TargetArgs, grace: Duration) -> any
     Ok(0)
 }
 
-async fn print_status(database: DatabaseArgs, json: bool) -> anyhow::Result<u8> {
+async fn print_status(database: &DatabaseArgs, target: &TargetArgs, json: bool) -> anyhow::Result<u8> {
     let (status, reasons) = status(&mut database.connect().await?).await?;
+    // Only for who says where it is: the counts need no OpenFGA.
+    let openfga = match given(&target.api_url).and(given(&target.store_id)) {
+        Some(_) => Some(builder(database, target).check_target().await?),
+        None => None,
+    };
     if json {
-        say(serde_json::to_string(&status)?)?;
+        let mut result = serde_json::to_value(&status)?;
+        if let Some(openfga) = openfga {
+            result["paused"] = openfga.err().map(|fault| fault.reason).into();
+        }
+        say(result)?;
         return Ok(0);
     }
     say(format!("ready      {}", status.ready))?;
@@ -368,14 +484,60 @@ async fn print_status(database: DatabaseArgs, json: bool) -> anyhow::Result<u8> 
     say(format!("refused    {}", status.refused))?;
     say(format!("delivered  {}", status.delivered))?;
     if let Some(seconds) = status.oldest_undelivered_seconds {
-        let age = Duration::from_secs(seconds.max(0.0) as u64);
-        say(format!("\nthe oldest row that is not delivered is {} old", humantime::format_duration(age)))?;
+        say(format!("\nthe oldest row that is not delivered is {} old", age(seconds)))?;
     }
     if !reasons.is_empty() {
         say("\nthe most common reasons:")?;
         for reason in reasons {
             say(format!("{:>9} {}, such as: {}", reason.rows, reason.state, reason.example))?;
         }
+    }
+    match openfga {
+        Some(Ok(())) => say("\nOpenFGA can be used")?,
+        Some(Err(fault)) => say(format!("\nOpenFGA can't be used, so engines pause: {fault}"))?,
+        None => {}
+    }
+    Ok(0)
+}
+
+fn age(seconds: f64) -> humantime::FormattedDuration {
+    humantime::format_duration(Duration::from_secs(seconds.max(0.0) as u64))
+}
+
+async fn print_rows(state: &StateArgs, json: bool, limit: i64, database: &DatabaseArgs) -> anyhow::Result<u8> {
+    let state = match state {
+        StateArgs { refused: true, .. } => Undelivered::Refused,
+        StateArgs { waiting: true, .. } => Undelivered::Waiting,
+        StateArgs { .. } => Undelivered::Ready,
+    };
+    for row in list(&mut database.connect().await?, state, limit).await? {
+        if json {
+            say(serde_json::to_string(&row)?)?;
+            continue;
+        }
+        let attempts = format!("{} failed {}", row.attempts, if row.attempts == 1 { "attempt" } else { "attempts" });
+        say(format!("{}  {} old, {attempts}: {}", row.id, age(row.age_seconds), row.summary))?;
+        if let Some(reason) = row.reason {
+            say(format!("    {reason}"))?;
+        }
+        if let Some(seconds) = row.next_attempt_seconds {
+            say(format!("    next attempt in {}", age(seconds)))?;
+        }
+    }
+    Ok(0)
+}
+
+async fn requeue_rows(which: RequeueArgs, dry_run: bool, database: &DatabaseArgs) -> anyhow::Result<u8> {
+    let which = match which {
+        RequeueArgs { refused: true, .. } => Requeue::Refused,
+        RequeueArgs { reason: Some(reason), .. } => Requeue::Reason(reason),
+        RequeueArgs { id, .. } => Requeue::Ids(id),
+    };
+    let rows = requeue(&mut database.connect().await?, &which, dry_run).await?;
+    let unit = if rows == 1 { "row" } else { "rows" };
+    match dry_run {
+        true => say(format!("would requeue {rows} {unit}"))?,
+        false => say(format!("requeued {rows} {unit}"))?,
     }
     Ok(0)
 }

@@ -1,9 +1,11 @@
 //! Settings, checked before anything is started.
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use actix::{ArbiterHandle, System};
+use oauth2::TokenUrl;
 use tokio::sync::{Notify, Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 use url::Url;
@@ -15,7 +17,7 @@ use super::keeper::Kept;
 use super::ledger::Ledger;
 use super::{DELIVERERS, Engine, FLOW, Home, KeptActors, ROOM, Settings, Shared};
 use crate::delivery::verdict::Fault;
-use crate::openfga::{Auth, Client, Target};
+use crate::openfga::{Auth, Client, ClientCredentials, Target};
 use crate::outbox::{DatabaseError, DatabaseUrl, Pool};
 
 /// A setting that can't be used.
@@ -50,6 +52,12 @@ pub struct EngineBuilder {
     store_id: Option<String>,
     model_id: Option<String>,
     api_token: Option<String>,
+    client_id: Option<String>,
+    client_secret: Option<String>,
+    token_issuer: Option<String>,
+    audience: Option<String>,
+    scopes: Option<String>,
+    ca_cert: Option<PathBuf>,
     settings: Settings,
 }
 
@@ -62,18 +70,27 @@ impl Default for EngineBuilder {
             store_id: None,
             model_id: None,
             api_token: None,
+            client_id: None,
+            client_secret: None,
+            token_issuer: None,
+            audience: None,
+            scopes: None,
+            ca_cert: None,
             settings: Settings {
                 poll_interval: Duration::from_millis(500),
                 grace: Duration::from_secs(15),
                 patience: Duration::from_secs(60),
+                max_attempts: None,
+                model_interval: Duration::from_secs(10),
             },
         }
     }
 }
 
 impl EngineBuilder {
-    /// Takes what is set of `DATABASE_URL`, `FGA_OUTBOX_SCHEMA`, `FGA_API_URL`, `FGA_STORE_ID`, `FGA_MODEL_ID` and
-    /// `FGA_API_TOKEN`. A variable that is set to nothing counts as not set.
+    /// Takes what is set of `DATABASE_URL`, `FGA_OUTBOX_SCHEMA`, `FGA_API_URL`, `FGA_STORE_ID`, `FGA_MODEL_ID`,
+    /// `FGA_API_TOKEN`, `FGA_CLIENT_ID`, `FGA_CLIENT_SECRET`, `FGA_API_TOKEN_ISSUER`, `FGA_API_AUDIENCE`,
+    /// `FGA_API_SCOPES` and `FGA_CA_CERT`. A variable that is set to nothing counts as not set.
     pub fn from_env(self) -> Self {
         let var = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         Self {
@@ -83,6 +100,12 @@ impl EngineBuilder {
             store_id: var("FGA_STORE_ID").or(self.store_id),
             model_id: var("FGA_MODEL_ID").or(self.model_id),
             api_token: var("FGA_API_TOKEN").or(self.api_token),
+            client_id: var("FGA_CLIENT_ID").or(self.client_id),
+            client_secret: var("FGA_CLIENT_SECRET").or(self.client_secret),
+            token_issuer: var("FGA_API_TOKEN_ISSUER").or(self.token_issuer),
+            audience: var("FGA_API_AUDIENCE").or(self.audience),
+            scopes: var("FGA_API_SCOPES").or(self.scopes),
+            ca_cert: var("FGA_CA_CERT").map(PathBuf::from).or(self.ca_cert),
             ..self
         }
     }
@@ -115,6 +138,45 @@ impl EngineBuilder {
     /// A shared token, sent as `Authorization: Bearer …`.
     pub fn api_token(self, token: impl Into<String>) -> Self {
         Self { api_token: Some(token.into()), ..self }
+    }
+
+    /// OAuth 2 client credentials: the client's id and secret, in place of a shared token. The issuer is needed, too.
+    pub fn client_credentials(self, id: impl Into<String>, secret: impl Into<String>) -> Self {
+        let given = |text: String| Some(text).filter(|text| !text.is_empty());
+        Self { client_id: given(id.into()), client_secret: given(secret.into()), ..self }
+    }
+
+    /// Who issues access tokens: the URL of its token endpoint, or a host, whose endpoint is then
+    /// `https://host/oauth/token`.
+    pub fn token_issuer(self, issuer: impl Into<String>) -> Self {
+        Self { token_issuer: Some(issuer.into()), ..self }
+    }
+
+    /// The audience to ask an access token for, where the issuer wants one.
+    pub fn audience(self, audience: impl Into<String>) -> Self {
+        Self { audience: Some(audience.into()), ..self }
+    }
+
+    /// The scopes to ask an access token for, separated by spaces.
+    pub fn scopes(self, scopes: impl Into<String>) -> Self {
+        Self { scopes: Some(scopes.into()), ..self }
+    }
+
+    /// A PEM file of certificates to trust for HTTPS, besides the system's.
+    pub fn ca_cert(self, path: impl Into<PathBuf>) -> Self {
+        Self { ca_cert: Some(path.into()), ..self }
+    }
+
+    /// After how many failed deliveries a row that is tried again and again counts as refused. Never unless set.
+    pub fn max_attempts(mut self, attempts: u32) -> Self {
+        self.settings.max_attempts = Some(attempts);
+        self
+    }
+
+    /// How often to look for a new authorization model, unless one is chosen. 10 s unless set.
+    pub fn model_interval(mut self, interval: Duration) -> Self {
+        self.settings.model_interval = interval;
+        self
     }
 
     /// How often an idle engine looks at the table without being nudged. 500 ms unless set.
@@ -194,19 +256,40 @@ impl EngineBuilder {
     fn client(&self) -> Result<Client, ConfigError> {
         let api_url = self.api_url.as_deref().ok_or(ConfigError::Missing("FGA_API_URL"))?;
         let target = Target {
-            api_url: parse_api_url(api_url)?,
+            api_url: parse_http_url("FGA_API_URL", api_url)?,
             store_id: parse_ulid(
                 "FGA_STORE_ID",
                 self.store_id.as_deref().ok_or(ConfigError::Missing("FGA_STORE_ID"))?,
             )?,
             model_id: self.model_id.as_deref().map(|id| parse_ulid("FGA_MODEL_ID", id)).transpose()?,
-            auth: match &self.api_token {
-                None => Auth::None,
-                Some(token) if token.chars().all(|c| c.is_ascii_graphic()) => Auth::Token(token.clone()),
-                Some(_) => return Err(invalid("FGA_API_TOKEN", "expected printable ASCII without white space")),
-            },
+            auth: self.auth()?,
+            roots: self.ca_cert.as_deref().map(read_roots).transpose()?.unwrap_or_default(),
         };
         Client::new(target).map_err(|error| ConfigError::Start(error.to_string()))
+    }
+
+    fn auth(&self) -> Result<Auth, ConfigError> {
+        match (&self.api_token, &self.client_id, &self.client_secret) {
+            (None, None, None) => Ok(Auth::None),
+            (Some(token), None, None) if token.chars().all(|c| c.is_ascii_graphic()) => {
+                Ok(Auth::Token(token.as_str().into()))
+            }
+            (Some(_), None, None) => Err(invalid("FGA_API_TOKEN", "expected printable ASCII without white space")),
+            (Some(_), _, _) => Err(invalid("FGA_API_TOKEN", "can't be used together with client credentials")),
+            (None, None, Some(_)) => Err(ConfigError::Missing("FGA_CLIENT_ID")),
+            (None, Some(_), None) => Err(ConfigError::Missing("FGA_CLIENT_SECRET")),
+            (None, Some(id), Some(secret)) => {
+                let issuer = self.token_issuer.as_deref().ok_or(ConfigError::Missing("FGA_API_TOKEN_ISSUER"))?;
+                Ok(Auth::ClientCredentials(ClientCredentials {
+                    client_id: id.clone(),
+                    client_secret: secret.clone(),
+                    token_url: parse_issuer(issuer)?,
+                    audience: self.audience.clone(),
+                    scopes: self.scopes.iter().flat_map(|scopes| scopes.split_whitespace()).map(Into::into).collect(),
+                    held: Default::default(),
+                }))
+            }
+        }
     }
 }
 
@@ -248,13 +331,31 @@ fn invalid(setting: &'static str, problem: impl Into<String>) -> ConfigError {
     ConfigError::Invalid { setting, problem: problem.into() }
 }
 
-fn parse_api_url(text: &str) -> Result<Url, ConfigError> {
-    let url =
-        Url::parse(text).map_err(|error| invalid("FGA_API_URL", format!("{error}: expected http(s)://host:port")))?;
+fn parse_http_url(setting: &'static str, text: &str) -> Result<Url, ConfigError> {
+    let url = Url::parse(text).map_err(|error| invalid(setting, format!("{error}: expected http(s)://host:port")))?;
     match url.scheme() {
         "http" | "https" if url.username().is_empty() && url.password().is_none() => Ok(url),
-        "http" | "https" => Err(invalid("FGA_API_URL", "must not hold a user or a password: use FGA_API_TOKEN")),
-        scheme => Err(invalid("FGA_API_URL", format!("expected http:// or https://, got {scheme}:"))),
+        "http" | "https" => Err(invalid(setting, "must not hold a user or a password")),
+        scheme => Err(invalid(setting, format!("expected http:// or https://, got {scheme}:"))),
+    }
+}
+
+/// As OpenFGA's own clients do: a host, or an address without a path, stands for `/oauth/token` there.
+fn parse_issuer(text: &str) -> Result<TokenUrl, ConfigError> {
+    let full = if text.contains("://") { text.to_owned() } else { format!("https://{text}") };
+    let mut url = parse_http_url("FGA_API_TOKEN_ISSUER", &full)?;
+    if url.path() == "/" {
+        url.set_path("/oauth/token");
+    }
+    Ok(TokenUrl::from_url(url))
+}
+
+fn read_roots(path: &Path) -> Result<Vec<reqwest::Certificate>, ConfigError> {
+    let problem = |error: String| invalid("FGA_CA_CERT", format!("{}: {error}", path.display()));
+    let pem = std::fs::read(path).map_err(|error| problem(error.to_string()))?;
+    match reqwest::Certificate::from_pem_bundle(&pem).map_err(|error| problem(error.to_string()))? {
+        roots if roots.is_empty() => Err(problem("holds no certificate in PEM".to_owned())),
+        roots => Ok(roots),
     }
 }
 

@@ -12,7 +12,7 @@ use super::gate::Mode;
 use super::keeper::{Alive, Kept};
 use super::{Crash, ROOM, Shared};
 use crate::delivery::backoff;
-use crate::outbox::{Claim, DatabaseError, claim};
+use crate::outbox::{Claim, DatabaseError, claim, requeue_older};
 
 /// The rows of a lease: few at first, more while the backlog fills them.
 const FEWEST_ROWS: i64 = 100;
@@ -21,6 +21,9 @@ const MOST_ROWS: i64 = 1_000;
 /// While the backlog is long, how often the cursor goes back to the beginning, for rows whose transactions committed
 /// later than those of higher ids.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
+
+/// How often rows are brought back for a new authorization model, an interval apart.
+const REQUEUES: u32 = 3;
 
 pub(crate) struct Claimer {
     shared: Arc<Shared>,
@@ -61,11 +64,21 @@ struct Claiming {
     /// The highest `id` claimed since the last sweep; nothing, and a claim is a sweep.
     cursor: i64,
     swept: Instant,
+    models: Models,
+}
+
+/// When to look for a newer authorization model, and which one rows were brought back for.
+struct Models {
+    look_at: Instant,
+    followed: Option<Arc<str>>,
+    /// Times left to bring rows back: engines that follow a model later may refuse some under the old one meanwhile.
+    requeues: u32,
 }
 
 impl Claiming {
     fn new(shared: Arc<Shared>, deliverers: Vec<Kept<Deliverer>>) -> Self {
-        Self { shared, deliverers, leases: 0, rows: FEWEST_ROWS, cursor: 0, swept: Instant::now() }
+        let models = Models { look_at: Instant::now(), followed: None, requeues: 0 };
+        Self { shared, deliverers, leases: 0, rows: FEWEST_ROWS, cursor: 0, swept: Instant::now(), models }
     }
 
     /// Until the engine stops. A claim that has begun is waited for: cut off, it would hold its rows until Postgres
@@ -83,6 +96,9 @@ impl Claiming {
                     continue;
                 }
             };
+            if shared.gate.mode() == Mode::Open && self.models.look_at <= Instant::now() {
+                self.follow_model().await;
+            }
             let Some(room) = self.unless_stopped(self.room(rows)).await else { break };
             if shared.gate.mode() == Mode::Closed {
                 continue;
@@ -148,6 +164,30 @@ impl Claiming {
                 self.shared.swept_in_vain.send_replace(number);
                 Ok(false)
             }
+        }
+    }
+
+    /// Brings rows back that were refused under an older authorization model, where there is a newer one.
+    async fn follow_model(&mut self) {
+        let shared = self.shared.clone();
+        self.models.look_at = Instant::now() + shared.settings.model_interval;
+        // Where it can't be had, requests will find out what is wrong.
+        let Some(Ok(model)) = self.unless_stopped(shared.client.follow_model()).await else { return };
+        if self.models.followed.as_ref() != Some(&model) {
+            self.models = Models { followed: Some(model.clone()), requeues: REQUEUES, ..self.models };
+        }
+        if self.models.requeues == 0 {
+            return;
+        }
+        let requeued = async { requeue_older(&mut *shared.pool.get().await?, &model).await };
+        match requeued.await {
+            Ok(rows) => {
+                self.models.requeues -= 1;
+                if rows > 0 {
+                    tracing::info!(rows, %model, "refused rows are tried again under a newer authorization model");
+                }
+            }
+            Err(error) => shared.database_fails(error),
         }
     }
 

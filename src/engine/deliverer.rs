@@ -61,10 +61,12 @@ impl Handler<Deliver> for Deliverer {
         let (shared, ledger) = (self.shared.clone(), self.ledger.clone());
         Box::pin(async move {
             let limits = *shared.limits.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            // Whatever becomes of the rows, they were tried with this model or a newer one.
+            let model = shared.client.model().unwrap_or_default();
             let mut plan = Plan::new(lease.take_rows(), limits);
             carry_out(&shared, &mut plan).await;
             *shared.limits.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = plan.limits();
-            ledger.send(Record { lease, outcomes: plan.outcomes() });
+            ledger.send(Record { lease, outcomes: plan.outcomes(), model });
         })
     }
 }

@@ -31,20 +31,34 @@ impl Actor for Ledger {
 pub(crate) struct Record {
     pub(crate) lease: Lease,
     pub(crate) outcomes: Vec<(i64, Outcome)>,
+    /// The authorization model that they were reached under; empty where no request was sent.
+    pub(crate) model: Arc<str>,
 }
 
 impl Handler<Record> for Ledger {
     type Result = ResponseFuture<()>;
 
-    fn handle(&mut self, Record { lease, outcomes }: Record, _: &mut Self::Context) -> Self::Result {
+    fn handle(&mut self, Record { lease, mut outcomes, model }: Record, _: &mut Self::Context) -> Self::Result {
         let shared = self.shared.clone();
         Box::pin(async move {
-            match lease.commit(&outcomes).await {
+            give_up(&mut outcomes, shared.settings.max_attempts);
+            match lease.commit(&outcomes, &model).await {
                 Ok(()) => count(&shared, &outcomes),
                 // The rows are ready again, and will be sent again: that is what at-least-once means.
                 Err(error) => shared.database_fails(error),
             }
         })
+    }
+}
+
+/// Rows that have failed this often are not tried again.
+fn give_up(outcomes: &mut [(i64, Outcome)], max_attempts: Option<u32>) {
+    for (_, outcome) in outcomes {
+        if let Outcome::Waiting { reason, attempts } = outcome
+            && max_attempts.is_some_and(|max| attempts.unsigned_abs() >= max)
+        {
+            *outcome = Outcome::Refused { reason: std::mem::take(reason) };
+        }
     }
 }
 

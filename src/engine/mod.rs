@@ -94,6 +94,8 @@ struct Settings {
     poll_interval: Duration,
     grace: Duration,
     patience: Duration,
+    max_attempts: Option<u32>,
+    model_interval: Duration,
 }
 
 /// That Postgres can't be used, since when and why.

@@ -4,7 +4,6 @@ mod auth;
 pub(crate) mod size;
 
 use std::collections::HashSet;
-use std::error::Error as _;
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
@@ -15,7 +14,7 @@ use url::Url;
 use crate::delivery::plan::{Request, State, Step};
 use crate::delivery::verdict::{Answer, Fault, FaultKind, Kind, Verdict, verdict};
 use crate::tuple::{Condition, TupleKey};
-pub(crate) use auth::Auth;
+pub(crate) use auth::{Auth, ClientCredentials};
 
 /// Above the 3 s that OpenFGA gives a request and the 3 s that its gateway adds.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -28,6 +27,8 @@ pub(crate) struct Target {
     /// Absent: the store's latest, looked up once and pinned.
     pub(crate) model_id: Option<String>,
     pub(crate) auth: Auth,
+    /// Certificates to trust besides the system's.
+    pub(crate) roots: Vec<reqwest::Certificate>,
 }
 
 /// A client of one store. Requests carry the pinned authorization model: without one the server would look up the
@@ -36,6 +37,8 @@ pub(crate) struct Client {
     http: reqwest::Client,
     auth: Auth,
     store: Url,
+    /// Whether the user chose the model; otherwise it is the store's latest.
+    fixed: bool,
     model: RwLock<Option<Arc<str>>>,
     /// Answers that were logged in full, by status and code.
     unforeseen: Mutex<HashSet<(u16, String)>>,
@@ -50,6 +53,7 @@ impl Client {
             // A redirect of a write loses its body or its token: the address is wrong, and that is for a human.
             .redirect(reqwest::redirect::Policy::none())
             .tcp_nodelay(true)
+            .tls_certs_merge(target.roots)
             .build()?;
         let mut store = target.api_url;
         store
@@ -61,6 +65,7 @@ impl Client {
             http,
             auth: target.auth,
             store,
+            fixed: target.model_id.is_some(),
             model: RwLock::new(target.model_id.map(Arc::from)),
             unforeseen: Mutex::default(),
         })
@@ -115,8 +120,16 @@ impl Client {
     }
 
     async fn pinned_model(&self) -> Result<Arc<str>, Fault> {
-        if let Some(model) = self.model() {
-            return Ok(model);
+        match self.model() {
+            Some(model) => Ok(model),
+            None => self.follow_model().await,
+        }
+    }
+
+    /// Pins the store's latest model, unless the user chose one. Gives the one that is pinned now.
+    pub(crate) async fn follow_model(&self) -> Result<Arc<str>, Fault> {
+        if let Some(chosen) = self.model().filter(|_| self.fixed) {
+            return Ok(chosen);
         }
         let mut url = self.url("authorization-models");
         url.set_query(Some("page_size=1"));
@@ -128,8 +141,11 @@ impl Client {
             return Err(Fault::new(FaultKind::Misconfigured, reason));
         };
         let model: Arc<str> = Arc::from(latest.id);
-        tracing::info!(%model, "pinned the store's latest authorization model");
-        *self.model.write().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(model.clone());
+        let mut pinned = self.model.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if pinned.as_ref() != Some(&model) {
+            tracing::info!(%model, "pinned the store's latest authorization model");
+            *pinned = Some(model.clone());
+        }
         Ok(model)
     }
 
@@ -137,8 +153,32 @@ impl Client {
         self.store.path_segments().and_then(|mut segments| segments.next_back()).unwrap_or_default()
     }
 
+    /// Sends a request, with another token where the first one is refused.
     async fn send(&self, request: RequestBuilder) -> (Verdict, Vec<u8>) {
-        let response = match self.auth.apply(request).send().await {
+        let again = request.try_clone();
+        let token = match self.auth.token(&self.http).await {
+            Ok(token) => token,
+            Err(fault) => return (Verdict::Target(fault), Vec::new()),
+        };
+        let (verdict, answer) = self.send_with(request, token.as_deref()).await;
+        match (&verdict, token, again) {
+            (Verdict::Target(Fault { kind: FaultKind::Unauthenticated, .. }), Some(token), Some(again))
+                if self.auth.was_refused(&token).await =>
+            {
+                match self.auth.token(&self.http).await {
+                    Ok(token) => self.send_with(again, token.as_deref()).await,
+                    Err(fault) => (Verdict::Target(fault), Vec::new()),
+                }
+            }
+            _ => (verdict, answer),
+        }
+    }
+
+    async fn send_with(&self, mut request: RequestBuilder, token: Option<&str>) -> (Verdict, Vec<u8>) {
+        if let Some(token) = token {
+            request = request.bearer_auth(token);
+        }
+        let response = match request.send().await {
             Ok(response) => response,
             Err(error) => return (unreachable(&error), Vec::new()),
         };
@@ -186,15 +226,19 @@ fn unusable(verdict: Verdict) -> Fault {
     }
 }
 
-/// The whole chain of causes: reqwest's own words stop at "error sending request".
 fn unreachable(error: &reqwest::Error) -> Verdict {
-    let mut reason = error.to_string();
+    Verdict::Target(Fault::new(FaultKind::Unreachable, chain(error)))
+}
+
+/// An error with its causes: reqwest's own words stop at "error sending request".
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
-        reason = format!("{reason}: {error}");
+        text = format!("{text}: {error}");
         cause = error.source();
     }
-    Verdict::Target(Fault::new(FaultKind::Unreachable, reason))
+    text
 }
 
 fn parse<T: serde::de::DeserializeOwned>(answer: &[u8]) -> Result<T, Verdict> {

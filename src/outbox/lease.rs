@@ -126,12 +126,12 @@ impl Lease {
         std::mem::take(&mut self.rows)
     }
 
-    /// Records these outcomes and gives the lease's other rows back untouched.
-    pub(crate) async fn commit(mut self, outcomes: &[(i64, Outcome)]) -> Result<(), DatabaseError> {
+    /// Records these outcomes, reached under this authorization model, and gives the lease's other rows back untouched.
+    pub(crate) async fn commit(mut self, outcomes: &[(i64, Outcome)], model: &str) -> Result<(), DatabaseError> {
         if outcomes.is_empty() {
             return self.give_back().await;
         }
-        record(&mut self.connection, outcomes).await?;
+        record(&mut self.connection, outcomes, model).await?;
         AnsiTransactionManager::commit_transaction(&mut *self.connection).await?;
         Ok(())
     }
@@ -148,10 +148,15 @@ const DELIVERED: &str = "
     UPDATE fga_outbox SET processed_at = clock_timestamp(), next_attempt_at = NULL WHERE id = ANY($1)";
 const FAILED: &str = "
     UPDATE fga_outbox SET attempts = attempts + 1, last_error = failed.reason,
-        next_attempt_at = coalesce(clock_timestamp() + failed.seconds * interval '1 second', 'infinity')
+        next_attempt_at = coalesce(clock_timestamp() + failed.seconds * interval '1 second', 'infinity'),
+        refused_model_id = CASE WHEN failed.seconds IS NULL THEN $4 END
     FROM unnest($1, $2, $3) AS failed (id, reason, seconds) WHERE fga_outbox.id = failed.id";
 
-async fn record(connection: &mut AsyncPgConnection, outcomes: &[(i64, Outcome)]) -> Result<(), DatabaseError> {
+async fn record(
+    connection: &mut AsyncPgConnection,
+    outcomes: &[(i64, Outcome)],
+    model: &str,
+) -> Result<(), DatabaseError> {
     let mut delivered = Vec::new();
     let (mut ids, mut reasons, mut seconds) = (Vec::new(), Vec::new(), Vec::new());
     for (id, outcome) in outcomes {
@@ -177,6 +182,7 @@ async fn record(connection: &mut AsyncPgConnection, outcomes: &[(i64, Outcome)])
             .bind::<Array<BigInt>, _>(ids)
             .bind::<Array<Text>, _>(reasons)
             .bind::<Array<Nullable<Double>>, _>(seconds)
+            .bind::<Text, _>(model)
             .execute(connection)
             .await?;
     }

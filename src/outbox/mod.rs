@@ -5,6 +5,7 @@ mod enqueue;
 mod lease;
 mod migrate;
 mod report;
+mod requeue;
 #[rustfmt::skip]
 mod schema;
 
@@ -17,6 +18,8 @@ pub(crate) use lease::{Claim, Lease, claim};
 pub use migrate::{Migrated, migrate};
 pub(crate) use report::{Left, left};
 pub use report::{Reason, Status, status};
+pub(crate) use requeue::requeue_older;
+pub use requeue::{Listed, Requeue, Undelivered, list, requeue};
 
 /// Why the database could not be used.
 #[derive(Debug, thiserror::Error)]
@@ -50,7 +53,9 @@ impl From<diesel::result::Error> for DatabaseError {
             {
                 Self::NotMigrated(info.message().to_owned())
             }
-            Database(_, info) if info.message().contains("next_attempt_at") => {
+            Database(_, info)
+                if ["next_attempt_at", "refused_model_id"].iter().any(|it| info.message().contains(it)) =>
+            {
                 Self::NotMigrated(info.message().to_owned())
             }
             _ => Self::Query(error),

@@ -7,5 +7,6 @@ diesel::table! {
         attempts -> Int4,
         last_error -> Nullable<Text>,
         next_attempt_at -> Nullable<Timestamptz>,
+        refused_model_id -> Nullable<Text>,
     }
 }

@@ -30,7 +30,8 @@ async fn a_new_table_is_exactly_the_contract() {
         database.query_one::<String>(COLUMNS).await,
         "id bigint NO nextval('fga_outbox_id_seq'::regclass), payload jsonb NO, \
          created_at timestamp with time zone NO now(), processed_at timestamp with time zone YES, \
-         attempts integer NO 0, last_error text YES, next_attempt_at timestamp with time zone YES"
+         attempts integer NO 0, last_error text YES, next_attempt_at timestamp with time zone YES, \
+         refused_model_id text YES"
     );
     assert_eq!(
         database.query_all::<String>(INDEXES).await,
@@ -54,8 +55,9 @@ async fn a_table_of_another_program_is_adopted_in_place() {
     migrate(&url(&database)).await.unwrap();
     assert_eq!(database.query_one::<i64>(file).await, before, "the table was rewritten");
     assert_eq!(database.query_all::<String>(INDEXES).await.len(), 3);
-    let row = "SELECT row(payload, attempts, last_error, tenant, next_attempt_at)::text FROM fga_outbox";
-    assert_eq!(database.query_one::<String>(row).await, "({},3,old,a,)");
+    let row =
+        "SELECT row(payload, attempts, last_error, tenant, next_attempt_at, refused_model_id)::text FROM fga_outbox";
+    assert_eq!(database.query_one::<String>(row).await, "({},3,old,a,,)");
 }
 
 #[tokio::test]

@@ -1,1 +1,0 @@
-ALTER TABLE fga_outbox DROP COLUMN IF EXISTS next_attempt_at;
