@@ -306,8 +306,9 @@ fn given(value: &Option<String>) -> Option<String> {
 }
 
 fn builder(database: &DatabaseArgs, target: &TargetArgs) -> EngineBuilder {
+    type Set = fn(EngineBuilder, String) -> EngineBuilder;
     let mut builder = Engine::builder();
-    let settings: [(&Option<String>, fn(EngineBuilder, String) -> EngineBuilder); 10] = [
+    let settings: [(&Option<String>, Set); 10] = [
         (&database.database_url, EngineBuilder::database_url),
         (&database.schema, EngineBuilder::schema),
         (&target.api_url, EngineBuilder::api_url),

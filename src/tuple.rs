@@ -501,6 +501,8 @@ impl RawCondition {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
@@ -583,5 +585,102 @@ mod tests {
         assert_eq!(one, condition(r#"{"name": "in_office", "context": {"x": [{"y": 2.0}], "floor": 1.0}}"#));
         assert_ne!(one, condition(r#"{"name": "in_office", "context": {"floor": 2, "x": [{"y": 2}]}}"#));
         assert_ne!(one, plain);
+    }
+
+    /// JSON that is near to a payload: its members' names and values, nested in any way.
+    fn json() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            any::<i64>().prop_map(Value::from),
+            any::<i32>().prop_map(|number| Value::from(f64::from(number) / 8.0)),
+            ".{0,8}".prop_map(Value::from),
+            prop::sample::select(vec!["user:anne", "viewer", "document:1", "in_office", "group:eng#member", "user:*"])
+                .prop_map(Value::from),
+        ];
+        let names = vec!["writes", "deletes", "user", "relation", "object", "condition", "name", "context", "more"];
+        leaf.prop_recursive(6, 40, 5, move |inner| {
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+                prop::collection::vec((prop::sample::select(names.clone()), inner), 0..5)
+                    .prop_map(|members| members.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()),
+            ]
+        })
+    }
+
+    /// A payload that is mostly valid, in keys and conditions of all kinds.
+    fn payload() -> impl Strategy<Value = Value> {
+        let key = ("(user|group):[a-c']{1,2}(#member)?|[*]|é", "viewer|owner", "document:[a-cé,]{1,2}|x{1,3}");
+        let key = key.prop_map(
+            |(user, relation, object)| serde_json::json!({"user": user, "relation": relation, "object": object}),
+        );
+        let context = prop::collection::vec(("[a-c]{1,2}|\0", json()), 0..3)
+            .prop_map(|members| members.into_iter().collect::<Map<String, Value>>());
+        let condition = ("in_office|x|xx", prop::option::of(context))
+            .prop_map(|(name, context)| serde_json::json!({"name": name, "context": context}));
+        let tuple = (key.clone(), prop::option::of(condition)).prop_map(|(mut key, condition)| {
+            if let Some(condition) = condition {
+                key["condition"] = condition;
+            }
+            key
+        });
+        (prop::collection::vec(tuple, 0..3), prop::collection::vec(key, 0..3))
+            .prop_map(|(writes, deletes)| serde_json::json!({"writes": writes, "deletes": deletes}))
+    }
+
+    fn what_is_accepted_means_the_same_when_written_again(payload: &str) -> Result<bool, TestCaseError> {
+        match Intent::from_json(payload) {
+            Ok(intent) => {
+                let again = Intent::from_json(&intent.to_json().to_string());
+                prop_assert_eq!(again, Ok(intent), "{}", payload);
+                Ok(true)
+            }
+            Err(invalid) => {
+                prop_assert!(!invalid.problem.is_empty(), "{}: {:?}", payload, invalid);
+                Ok(false)
+            }
+        }
+    }
+
+    #[test]
+    fn payloads_that_are_accepted_mean_the_same_when_written_again() {
+        let accepted = std::cell::Cell::new(0);
+        let config = ProptestConfig { source_file: Some(file!()), ..ProptestConfig::with_cases(2_000) };
+        let mut runner = proptest::test_runner::TestRunner::new(config);
+        runner
+            .run(&payload(), |payload| {
+                if what_is_accepted_means_the_same_when_written_again(&payload.to_string())? {
+                    accepted.set(accepted.get() + 1);
+                }
+                Ok(())
+            })
+            .unwrap();
+        let accepted = accepted.get();
+        assert!(accepted > 300, "only {accepted} were valid: this proves little");
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2_000))]
+
+        #[test]
+        fn no_json_whatever_makes_it_panic(json in json(), text in any::<String>()) {
+            what_is_accepted_means_the_same_when_written_again(&json.to_string())?;
+            what_is_accepted_means_the_same_when_written_again(&text)?;
+        }
+
+        #[test]
+        fn no_damage_to_a_payload_makes_it_panic(
+            payload in payload(),
+            damage in prop::collection::vec((any::<prop::sample::Index>(), 0..3u8, r#"[\[\]{}":,0-9eE.\\u-]|."#), 1..4),
+        ) {
+            let mut text: Vec<char> = payload.to_string().chars().collect();
+            for (at, kind, put) in damage {
+                let at = at.index(text.len());
+                let removed = usize::from(kind != 0);
+                let put: Vec<char> = if kind == 1 { Vec::new() } else { put.chars().collect() };
+                text.splice(at..at + removed, put);
+            }
+            what_is_accepted_means_the_same_when_written_again(&text.into_iter().collect::<String>())?;
+        }
     }
 }

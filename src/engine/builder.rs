@@ -17,7 +17,7 @@ use super::keeper::Kept;
 use super::ledger::Ledger;
 use super::{DELIVERERS, Engine, FLOW, Home, KeptActors, ROOM, Settings, Shared};
 use crate::delivery::verdict::Fault;
-use crate::openfga::{Auth, Client, ClientCredentials, Target};
+use crate::openfga::{Auth, Client, ClientCredentials, Target, chain};
 use crate::outbox::{DatabaseError, DatabaseUrl, Pool};
 
 /// A setting that can't be used.
@@ -265,7 +265,7 @@ impl EngineBuilder {
             auth: self.auth()?,
             roots: self.ca_cert.as_deref().map(read_roots).transpose()?.unwrap_or_default(),
         };
-        Client::new(target).map_err(|error| ConfigError::Start(error.to_string()))
+        Client::new(target).map_err(|error| ConfigError::Start(chain(&error)))
     }
 
     fn auth(&self) -> Result<Auth, ConfigError> {
@@ -280,14 +280,14 @@ impl EngineBuilder {
             (None, Some(_), None) => Err(ConfigError::Missing("FGA_CLIENT_SECRET")),
             (None, Some(id), Some(secret)) => {
                 let issuer = self.token_issuer.as_deref().ok_or(ConfigError::Missing("FGA_API_TOKEN_ISSUER"))?;
-                Ok(Auth::ClientCredentials(ClientCredentials {
+                Ok(Auth::ClientCredentials(Box::new(ClientCredentials {
                     client_id: id.clone(),
                     client_secret: secret.clone(),
                     token_url: parse_issuer(issuer)?,
                     audience: self.audience.clone(),
                     scopes: self.scopes.iter().flat_map(|scopes| scopes.split_whitespace()).map(Into::into).collect(),
                     held: Default::default(),
-                }))
+                })))
             }
         }
     }

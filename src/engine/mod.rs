@@ -205,6 +205,8 @@ pub struct Stats {
     pub leases: u64,
     /// Actors that died and were started anew.
     pub restarts: u64,
+    /// Answers of OpenFGA that are not known, and were taken for passing faults; each kind is logged in full once.
+    pub unforeseen: u64,
     /// Why OpenFGA can't be used at the moment, if it can't.
     pub paused: Option<String>,
     /// The authorization model that requests are pinned to, once it is known.
@@ -233,6 +235,7 @@ impl Engine {
             requests: counters.requests.load(Relaxed),
             leases: counters.leases.load(Relaxed),
             restarts: counters.restarts.load(Relaxed),
+            unforeseen: self.shared.client.unforeseen(),
             paused: self.shared.gate.watch().borrow().as_ref().map(|pause| pause.fault.reason.clone()),
             model_id: self.shared.client.model().map(|model| model.to_string()),
         }

@@ -19,7 +19,7 @@ pub(crate) enum Auth {
     /// A shared token.
     Token(Arc<str>),
     /// OAuth 2 client credentials.
-    ClientCredentials(ClientCredentials),
+    ClientCredentials(Box<ClientCredentials>),
 }
 
 pub(crate) struct ClientCredentials {
@@ -45,6 +45,10 @@ impl Auth {
             Self::Token(token) => Ok(Some(token.clone())),
             Self::ClientCredentials(credentials) => credentials.token(http).await.map(Some),
         }
+    }
+
+    pub(crate) fn needs_tls(&self) -> bool {
+        matches!(self, Self::ClientCredentials(credentials) if credentials.token_url.url().scheme() == "https")
     }
 
     /// Takes note that this token was refused. Says whether another one can be had.

@@ -4,6 +4,7 @@ mod auth;
 pub(crate) mod size;
 
 use std::collections::HashSet;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
@@ -41,7 +42,9 @@ pub(crate) struct Client {
     fixed: bool,
     model: RwLock<Option<Arc<str>>>,
     /// Answers that were logged in full, by status and code.
-    unforeseen: Mutex<HashSet<(u16, String)>>,
+    logged: Mutex<HashSet<(u16, String)>>,
+    /// How many answers were not known.
+    unforeseen: AtomicU64,
 }
 
 impl Client {
@@ -52,9 +55,13 @@ impl Client {
             .connect_timeout(CONNECT_TIMEOUT)
             // A redirect of a write loses its body or its token: the address is wrong, and that is for a human.
             .redirect(reqwest::redirect::Policy::none())
-            .tcp_nodelay(true)
-            .tls_certs_merge(target.roots)
-            .build()?;
+            .tcp_nodelay(true);
+        // A machine may have no certificates at all, which matters only to who speaks TLS.
+        let http = match target.api_url.scheme() == "http" && !target.auth.needs_tls() {
+            true => http.tls_certs_only(target.roots),
+            false => http.tls_certs_merge(target.roots),
+        };
+        let http = http.build()?;
         let mut store = target.api_url;
         store
             .path_segments_mut()
@@ -67,7 +74,8 @@ impl Client {
             store,
             fixed: target.model_id.is_some(),
             model: RwLock::new(target.model_id.map(Arc::from)),
-            unforeseen: Mutex::default(),
+            logged: Mutex::default(),
+            unforeseen: AtomicU64::default(),
         })
     }
 
@@ -80,6 +88,11 @@ impl Client {
     /// The pinned model, once it is known.
     pub(crate) fn model(&self) -> Option<Arc<str>> {
         self.model.read().unwrap_or_else(|poisoned| poisoned.into_inner()).clone()
+    }
+
+    /// How many answers were not known.
+    pub(crate) fn unforeseen(&self) -> u64 {
+        self.unforeseen.load(Relaxed)
     }
 
     /// Asks OpenFGA to carry a request out, once.
@@ -190,6 +203,7 @@ impl Client {
         let retry_after = headers.get(header::RETRY_AFTER).and_then(|value| value.to_str().ok());
         let verdict = verdict(&Answer { status: status.as_u16(), retry_after, body: &body });
         if let Verdict::Moment { kind: Kind::Unforeseen, .. } = verdict {
+            self.unforeseen.fetch_add(1, Relaxed);
             self.log_unforeseen(status, &body);
         }
         (verdict, body.into())
@@ -202,8 +216,8 @@ impl Client {
             .ok()
             .and_then(|body| Some(body.get("code")?.as_str()?.to_owned()))
             .unwrap_or_default();
-        let mut seen = self.unforeseen.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        if seen.len() < 100 && seen.insert((status.as_u16(), code)) {
+        let mut logged = self.logged.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if logged.len() < 100 && logged.insert((status.as_u16(), code)) {
             tracing::warn!(%status, %body, "OpenFGA gave an answer that is not known: it is taken for a passing fault");
         }
     }
@@ -231,7 +245,7 @@ fn unreachable(error: &reqwest::Error) -> Verdict {
 }
 
 /// An error with its causes: reqwest's own words stop at "error sending request".
-fn chain(error: &dyn std::error::Error) -> String {
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {

@@ -7,7 +7,8 @@ use wiremock::matchers::{body_string_contains, method, path};
 use wiremock::{Mock, MockServer, ResponseTemplate};
 
 use crate::bed::{Bed, write};
-use crate::support::{Cluster, Flavor, Server, within_deadline};
+use crate::command_line::on;
+use crate::support::{Cluster, Flavor, Server, eventually, within_deadline};
 
 async fn guarded_server() -> Server {
     Server::start_private(Flavor::Memory, &["--authn-method", "preshared", "--authn-preshared-keys", "key-one"]).await
@@ -66,6 +67,40 @@ async fn a_refused_token_is_renewed_once_and_then_the_engine_pauses() {
     assert!(error.to_string().contains("invalid_client"), "{error}");
     assert!(!error.to_string().contains("hush"), "{error}");
     engine.stop().await;
+}
+
+#[tokio::test]
+async fn a_token_is_renewed_before_it_expires() {
+    let server = guarded_server().await;
+    let bed = Bed::on(&server).await;
+    let issuer = MockServer::start().await;
+    let short = json!({"access_token": "key-one", "token_type": "Bearer", "expires_in": 1});
+    Mock::given(method("POST")).respond_with(ResponseTemplate::new(200).set_body_json(short)).mount(&issuer).await;
+    let engine = bed.builder().client_credentials("me", "hush").token_issuer(issuer.uri()).start().unwrap();
+    let mut rows = 0;
+    eventually(async || {
+        bed.insert(&write("anne", &rows.to_string())).await;
+        rows += 1;
+        engine.nudge();
+        issuer.received_requests().await.unwrap().len() >= 3
+    })
+    .await;
+    within_deadline(engine.drain()).await.unwrap();
+    let stats = engine.stats();
+    assert_eq!((stats.delivered, stats.failed, stats.refused), (rows, 0, 0));
+    engine.stop().await;
+}
+
+#[tokio::test]
+async fn a_proxy_of_the_environment_is_used() {
+    let bed = Bed::new(Flavor::Memory).await;
+    bed.insert(&write("anne", "1")).await;
+    // The server itself takes requests in a proxy's form, for a host that there is not.
+    let mut drain = on(&bed, &["drain", "--api-url", "http://openfga.invalid"]);
+    drain.env("http_proxy", bed.store.api_url()).env_remove("no_proxy").env_remove("NO_PROXY");
+    let output = drain.output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert!(bed.viewer("anne", "1").await.is_some());
 }
 
 #[tokio::test]

@@ -1,11 +1,13 @@
 //! What outages and crashes cost: nothing.
 
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use fga_outbox::{DrainError, Engine, FaultKind};
 use serde_json::json;
 
 use crate::bed::{Bed, write};
+use crate::command_line::on;
 use crate::support::{Cluster, Flavor, Server, eventually, within_deadline};
 
 async fn insert_many(bed: &Bed, rows: i32) {
@@ -50,6 +52,31 @@ async fn delivery_goes_on_by_itself_when_the_server_is_back() {
     assert_eq!(bed.store.read_all().await.len(), 5_000);
     assert!(engine.stats().paused.is_none());
     engine.stop().await;
+}
+
+#[tokio::test]
+async fn an_outage_is_a_few_lines_in_the_log() {
+    let server = Server::start_private(Flavor::Postgres, &[]).await;
+    let bed = Bed::on(&server).await;
+    insert_many(&bed, 20_000).await;
+    let mut running = on(&bed, &["run"]).stderr(Stdio::piped()).spawn().unwrap();
+    let left = "SELECT count(*) FROM fga_outbox WHERE processed_at IS NULL";
+    for outage in 1..=3 {
+        let enough = 20_000 - outage * 2_000;
+        eventually(async || bed.database.query_one::<i64>(left).await < enough).await;
+        server.kill().await;
+        server.restart().await;
+    }
+    eventually(async || bed.database.query_one::<i64>(left).await == 0).await;
+    assert!(Command::new("kill").arg(running.id().to_string()).status().unwrap().success());
+    let log = std::io::read_to_string(running.stderr.take().unwrap()).unwrap();
+    running.wait().unwrap();
+    let lines = |part: &str| log.lines().filter(|line| line.contains(part)).count();
+    assert_eq!(lines("pausing and probing"), 3, "{log}");
+    assert_eq!(lines("OpenFGA can be used again"), 3, "{log}");
+    assert!(log.lines().count() < 20, "{log}");
+    assert_eq!(bed.database.query_one::<i64>(UNTOUCHED).await, 20_000);
+    assert_eq!(bed.store.read_all().await.len(), 20_000);
 }
 
 #[tokio::test]

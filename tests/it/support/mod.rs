@@ -24,11 +24,7 @@ pub const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Polls `condition` every 20 ms until it holds; panics, naming the caller, when it does not within [`DEADLINE`].
 #[track_caller]
-pub fn eventually<F, C>(mut condition: C) -> impl Future<Output = ()>
-where
-    C: FnMut() -> F,
-    F: Future<Output = bool>,
-{
+pub fn eventually(mut condition: impl AsyncFnMut() -> bool) -> impl Future<Output = ()> {
     let caller = Location::caller();
     async move {
         let deadline = Instant::now() + DEADLINE;
