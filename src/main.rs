@@ -385,7 +385,12 @@ async fn enqueue(
                 rows += enqueue_all(connection, &payloads).await.map_err(DatabaseError::from)?;
             }
         })
-        .await?;
+        .await
+        // That of BEGIN and COMMIT comes as it is.
+        .map_err(|error| match error.downcast::<diesel::result::Error>() {
+            Ok(error) => DatabaseError::from(error).into(),
+            Err(error) => error,
+        })?;
     say(format!("enqueued {rows} {}", if rows == 1 { "row" } else { "rows" }))?;
     Ok(0)
 }
@@ -434,7 +439,7 @@ async fn drain(database: &DatabaseArgs, builder: EngineBuilder, json: bool) -> a
     engine.stop().await;
     let drained = drained?;
 
-    let (delivered, waiting, refused) = (drained.delivered, drained.waiting, drained.refused);
+    let (delivered, waiting, refused) = (engine.stats().delivered, drained.waiting, drained.refused);
     let seconds = began.elapsed().as_secs_f64();
     if json {
         let result =

@@ -405,6 +405,11 @@ impl Intent {
         &self.deletes
     }
 
+    /// The keys of all its tuples; one that it deletes and writes comes twice.
+    pub fn keys(&self) -> impl Iterator<Item = &TupleKey> {
+        self.writes.iter().map(Tuple::key).chain(&self.deletes)
+    }
+
     pub(crate) fn into_parts(self) -> (Vec<Tuple>, Vec<TupleKey>) {
         (self.writes, self.deletes)
     }

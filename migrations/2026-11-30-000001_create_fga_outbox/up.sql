@@ -7,8 +7,8 @@ DECLARE
     existing pg_class;
     differences text;
 BEGIN
-    SELECT c.* INTO existing FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-    WHERE c.relname = 'fga_outbox' AND n.nspname = current_schema();
+    -- Wherever the search_path finds it, as every other program does.
+    SELECT c.* INTO existing FROM pg_class c WHERE c.oid = to_regclass('fga_outbox');
 
     IF existing.oid IS NULL THEN
         CREATE TABLE fga_outbox (
@@ -24,7 +24,7 @@ BEGIN
     END IF;
 
     IF existing.relkind <> 'r' THEN
-        RAISE EXCEPTION '%.fga_outbox is not an ordinary table: it was left alone', current_schema();
+        RAISE EXCEPTION '% is not an ordinary table: it was left alone', existing.oid::regclass;
     END IF;
 
     SELECT string_agg(
@@ -50,8 +50,17 @@ BEGIN
         OR (needed.nullable AND a.attnotnull);
 
     IF differences IS NOT NULL THEN
-        RAISE EXCEPTION 'the table %.fga_outbox is not what fga-outbox needs, and was left alone: %',
-            current_schema(), differences;
+        RAISE EXCEPTION 'the table % is not what fga-outbox needs, and was left alone: %',
+            existing.oid::regclass, differences;
+    END IF;
+
+    IF NOT EXISTS (
+        SELECT FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0]
+        WHERE i.indrelid = existing.oid AND i.indisunique AND i.indisvalid AND i.indpred IS NULL
+            AND i.indnkeyatts = 1 AND a.attname = 'id'
+    ) THEN
+        RAISE EXCEPTION 'the table % is not what fga-outbox needs, and was left alone: column id is not unique',
+            existing.oid::regclass;
     END IF;
 END
 $$;

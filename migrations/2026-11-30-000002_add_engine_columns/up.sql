@@ -7,17 +7,26 @@ SET LOCAL lock_timeout = '500ms';
 DO $$
 DECLARE
     needed record;
-    found text;
+    found pg_attribute;
+    problem text;
 BEGIN
     FOR needed IN VALUES ('next_attempt_at', 'timestamp with time zone'), ('refused_model_id', 'text') LOOP
-        SELECT format_type(atttypid, atttypmod) INTO found FROM pg_attribute
-        WHERE attrelid = 'fga_outbox'::regclass AND attname = needed.column1 AND NOT attisdropped;
+        SELECT * INTO found FROM pg_attribute
+        WHERE attrelid = 'fga_outbox'::regclass AND attname = needed.column1 AND attnum > 0 AND NOT attisdropped;
 
-        IF found IS NULL THEN
+        IF found.attname IS NULL THEN
             EXECUTE format('ALTER TABLE fga_outbox ADD COLUMN %I %s', needed.column1, needed.column2);
-        ELSIF found <> needed.column2 THEN
-            RAISE EXCEPTION 'the table %.fga_outbox is not what fga-outbox needs, and was left alone: '
-                'column % is %, not %', current_schema(), needed.column1, found, needed.column2;
+            CONTINUE;
+        END IF;
+        problem := CASE
+            WHEN format_type(found.atttypid, found.atttypmod) <> needed.column2
+                THEN format('is %s, not %s', format_type(found.atttypid, found.atttypmod), needed.column2)
+            WHEN found.attnotnull THEN 'is NOT NULL, but has to be empty until there is something to say'
+            WHEN found.atthasdef THEN 'has a default, but has to be empty until there is something to say'
+        END;
+        IF problem IS NOT NULL THEN
+            RAISE EXCEPTION 'the table % is not what fga-outbox needs, and was left alone: column % %',
+                'fga_outbox'::regclass, needed.column1, problem;
         END IF;
     END LOOP;
 END

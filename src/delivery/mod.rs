@@ -4,5 +4,8 @@
 //! of OpenFGA is about; [`backoff`] says when to try again.
 
 pub(crate) mod backoff;
+pub(crate) mod order;
 pub(crate) mod plan;
+#[cfg(test)]
+mod simulation;
 pub(crate) mod verdict;

@@ -39,14 +39,27 @@ pub(crate) enum Outcome {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Limits {
     pub(crate) keys: usize,
-    /// In protobuf bytes, as OpenFGA counts them.
+    /// In protobuf bytes, as OpenFGA counts them: of several rows.
     pub(crate) bytes: usize,
+    /// The same of a single row: one above this goes in parts. Learned apart, as a row is only taken apart where it is
+    /// known to be too large, while requests of many rows may be smaller than they have to be.
+    pub(crate) row_bytes: usize,
 }
 
 impl Default for Limits {
     /// OpenFGA's own defaults, with some room for what stands around the tuples.
     fn default() -> Self {
-        Self { keys: 100, bytes: 616_448 - 1_024 }
+        let bytes = 616_448 - 1_024;
+        Self { keys: 100, bytes, row_bytes: bytes }
+    }
+}
+
+impl Limits {
+    /// Takes over what another plan found out.
+    pub(crate) fn learn(&mut self, other: Limits) {
+        self.keys = self.keys.min(other.keys);
+        self.bytes = self.bytes.min(other.bytes);
+        self.row_bytes = self.row_bytes.min(other.row_bytes);
     }
 }
 
@@ -115,8 +128,8 @@ struct Claim {
 #[derive(Debug)]
 struct Slot {
     key: Arc<TupleKey>,
-    /// The rows that claim it, in the order of their ids.
-    rows: Vec<usize>,
+    /// The rows that claim it, in the order of their ids, and where among their claims.
+    rows: Vec<(usize, usize)>,
     /// What the server is known to hold.
     stored: Option<State>,
     in_flight: bool,
@@ -155,9 +168,11 @@ impl Plan {
                 None => claims.push(Claim { slot, to, anew: false }),
             }
         }
-        let row = self.rows.len();
-        claims.iter().for_each(|claim| self.slots[claim.slot].rows.push(row));
         claims.sort_unstable_by(|a, b| self.slots[a.slot].key.cmp(&self.slots[b.slot].key));
+        let row = self.rows.len();
+        for (at, claim) in claims.iter().enumerate() {
+            self.slots[claim.slot].rows.push((row, at));
+        }
         claims
     }
 
@@ -172,27 +187,11 @@ impl Plan {
     }
 
     /// The next request that may be sent now, beside those in flight: of rows that share no key with any of them.
-    /// Its rows are in flight until [`answered`](Self::answered) takes it back.
+    /// Its rows are in flight until it is taken back.
     pub(crate) fn next_request(&mut self) -> Option<Request> {
-        let mut packing = Packing::new(self.slots.len());
+        let mut packing = Packing::new(self.rows.len(), self.slots.len());
         for at in 0..self.rows.len() {
-            let row = &self.rows[at];
-            if row.status != Status::Open || packing.group.is_some_and(|group| group != row.group) {
-                continue;
-            }
-            let mut steps = self.steps(row);
-            if steps.is_empty() || steps.iter().any(|step| self.slots[step.slot].in_flight) {
-                continue;
-            }
-            steps.retain(|step| !packing.has[step.slot]);
-            let bytes: usize = steps.iter().map(Step::bytes).sum();
-            if packing.steps.len() + steps.len() > self.limits.keys || packing.bytes + bytes > self.limits.bytes {
-                if !packing.rows.is_empty() {
-                    continue;
-                }
-                self.keep_first_part(&mut steps);
-            }
-            packing.add(at, row.group, steps, bytes);
+            self.pack(at, &mut packing);
             if packing.steps.len() >= self.limits.keys {
                 break;
             }
@@ -210,13 +209,64 @@ impl Plan {
         Some(Request { steps: packing.steps, rows: packing.rows })
     }
 
-    /// What this row still has to send: nothing for keys that are as they should be, or that a later row overrules.
-    fn steps(&self, row: &Planned) -> Vec<Step> {
+    /// Adds a row to a request where it may travel in it. Says whether all is then in it that the row has to send.
+    fn pack(&self, at: usize, packing: &mut Packing) -> bool {
+        if let Some(whole) = packing.tried[at] {
+            return whole;
+        }
+        packing.tried[at] = Some(false);
+        let row = &self.rows[at];
+        if row.status != Status::Open {
+            return false;
+        }
+        let Steps { mut steps, last } = self.steps(row);
+        if steps.is_empty() || steps.iter().any(|step| self.slots[step.slot].in_flight) {
+            return false;
+        }
+        // A later row that overrules a part of this one may still be refused: if it went after it, the part would
+        // follow then, and the row would have taken effect piece by piece.
+        if !row.claims.iter().all(|claim| self.is_free_of_later_rows(claim, packing)) {
+            return false;
+        }
+        if packing.group.is_some_and(|group| group != row.group) {
+            return false;
+        }
+        steps.retain(|step| !packing.has[step.slot]);
+        let bytes: usize = steps.iter().map(Step::bytes).sum();
+        let mut whole = last;
+        if packing.steps.len() + steps.len() > self.limits.keys || packing.bytes + bytes > self.limits.bytes {
+            if !packing.rows.is_empty() {
+                return false;
+            }
+            if steps.len() > self.limits.keys || bytes > self.limits.row_bytes {
+                self.keep_first_part(&mut steps);
+                whole = false;
+            }
+        }
+        packing.add(at, row.group, steps, bytes);
+        packing.tried[at] = Some(whole);
+        whole
+    }
+
+    /// Whether no later row overrules this claim, or only one that is done or travels along.
+    fn is_free_of_later_rows(&self, claim: &Claim, packing: &mut Packing) -> bool {
+        let (later, last) = self.last_claim(claim.slot);
+        last.to == claim.to || self.is_sent(later) || self.pack(later, packing)
+    }
+
+    /// Whether a row has nothing to send any more.
+    fn is_sent(&self, row: usize) -> bool {
+        let row = &self.rows[row];
+        row.status == Status::Open && self.steps(row).steps.is_empty()
+    }
+
+    /// What this row has to send now: nothing for keys that are as they should be, or that a later row overrules.
+    fn steps(&self, row: &Planned) -> Steps {
         let mut steps = Vec::with_capacity(row.claims.len());
         let mut first = Vec::new();
         for claim in &row.claims {
             let slot = &self.slots[claim.slot];
-            let last = self.last_claim(claim.slot);
+            let (_, last) = self.last_claim(claim.slot);
             if slot.stored.as_ref() == Some(&last.to) || last.to != claim.to {
                 continue;
             }
@@ -224,18 +274,19 @@ impl Plan {
             match &slot.stored {
                 // OpenFGA takes a key once in a request, and never overwrites a condition.
                 Some(State::Present(_)) if claim.to != State::Absent => first.push(step(State::Absent)),
-                None if claim.anew || last.anew => first.push(step(State::Absent)),
+                None if last.anew => first.push(step(State::Absent)),
                 _ => steps.push(step(claim.to.clone())),
             }
         }
-        if first.is_empty() { steps } else { first }
+        if first.is_empty() { Steps { steps, last: true } } else { Steps { steps: first, last: false } }
     }
 
-    fn last_claim(&self, slot: usize) -> &Claim {
-        let rows = &self.slots[slot].rows;
-        let alive = |row: &&usize| !matches!(self.rows[**row].status, Status::Refused(_));
-        let row = rows.iter().rev().find(alive).expect("the row that asks is alive and claims it");
-        self.rows[*row].claims.iter().find(|claim| claim.slot == slot).expect("slots list only rows that claim them")
+    /// The claim by which a key's state is decided, and its row.
+    fn last_claim(&self, slot: usize) -> (usize, &Claim) {
+        let alive = |(row, _): &&(usize, usize)| !matches!(self.rows[*row].status, Status::Refused(_));
+        let last = self.slots[slot].rows.iter().rev().find(alive);
+        let (row, at) = *last.expect("the row that asks is alive and claims it");
+        (row, &self.rows[row].claims[at])
     }
 
     /// As much of one row as a request may hold, deletes first.
@@ -265,14 +316,12 @@ impl Plan {
         let mut named = request.steps.iter().filter(|step| verdict::names(reason, &step.key));
         match (named.next(), named.next(), &request.rows[..]) {
             (Some(step), None, _) => {
-                let claimants = self.slots[step.slot].rows.clone();
-                let same = |claim: &Claim| claim.slot == step.slot && claim.to == step.to;
-                for at in claimants {
-                    // A key that was to be deleted first is in the way of whoever writes it, too.
-                    if request.rows.contains(&at) && self.rows[at].claims.iter().any(|claim| claim.slot == step.slot)
-                        || self.rows[at].claims.iter().any(same)
-                    {
-                        self.refuse(at, reason);
+                // A key that was to be deleted first is in the way of whoever writes it. What is overruled was not sent.
+                let wanted = self.last_claim(step.slot).1.to.clone();
+                for (row, at) in self.slots[step.slot].rows.clone() {
+                    let to = &self.rows[row].claims[at].to;
+                    if *to == step.to || *to == wanted {
+                        self.refuse(row, reason);
                     }
                 }
             }
@@ -310,7 +359,9 @@ impl Plan {
     pub(crate) fn read_back(&mut self, request: Request, stored: Vec<Option<State>>) {
         self.land(&request);
         for (step, state) in request.steps.iter().zip(stored) {
-            self.slots[step.slot].stored = state;
+            if state.is_some() {
+                self.slots[step.slot].stored = state;
+            }
         }
     }
 
@@ -319,9 +370,12 @@ impl Plan {
         self.land(&request);
         match (excess, request.steps.len()) {
             (_, 1) => request.rows.iter().for_each(|row| self.refuse(*row, "a tuple is larger than a request may be")),
-            (verdict::Excess::Keys(limit), len) => self.limits.keys = limit.clamp(1, len - 1),
+            // Requests come back in any order: one that was sent before less was known teaches nothing.
+            (verdict::Excess::Keys(limit), len) => self.limits.keys = limit.clamp(1, len - 1).min(self.limits.keys),
             (verdict::Excess::Bytes, _) => {
-                self.limits.bytes = request.steps.iter().map(Step::bytes).sum::<usize>() / 2;
+                let bytes: usize = request.steps.iter().map(Step::bytes).sum();
+                self.limits.bytes = self.limits.bytes.min(bytes / 2);
+                self.limits.row_bytes = self.limits.row_bytes.min(bytes - 1);
             }
         }
     }
@@ -356,13 +410,21 @@ impl Plan {
 
     /// The outcomes so far. A row without one was not decided: it is given back untouched.
     pub(crate) fn outcomes(&self) -> Vec<(i64, Outcome)> {
-        self.rows.iter().filter_map(|row| Some((row.id, self.outcome(row)?))).collect()
+        let mut delivered = vec![false; self.rows.len()];
+        // From the last one on, as a row that is overruled depends on the one that overrules it.
+        for at in (0..self.rows.len()).rev() {
+            let row = &self.rows[at];
+            delivered[at] = !matches!(row.status, Status::Refused(_))
+                && row.claims.iter().all(|claim| self.is_settled(at, claim, &delivered));
+        }
+        let rows = self.rows.iter().zip(delivered);
+        rows.filter_map(|(row, delivered)| Some((row.id, self.outcome(row, delivered)?))).collect()
     }
 
-    fn outcome(&self, row: &Planned) -> Option<Outcome> {
+    fn outcome(&self, row: &Planned, delivered: bool) -> Option<Outcome> {
         match &row.status {
             Status::Refused(reason) => Some(Outcome::Refused { reason: reason.clone() }),
-            _ if row.claims.iter().all(|claim| self.is_as_it_should_be(claim.slot)) => Some(Outcome::Delivered),
+            _ if delivered => Some(Outcome::Delivered),
             Status::Waiting(reason) => {
                 Some(Outcome::Waiting { reason: reason.clone(), attempts: row.attempts.saturating_add(1) })
             }
@@ -370,8 +432,13 @@ impl Plan {
         }
     }
 
-    fn is_as_it_should_be(&self, slot: usize) -> bool {
-        self.slots[slot].stored.as_ref() == Some(&self.last_claim(slot).to)
+    /// Whether nothing is left to do for a row's claim: its key is as the claim wants it, or as a later row wants it that
+    /// is itself delivered. One that is not may still be refused, and then the claim stands again.
+    fn is_settled(&self, row: usize, claim: &Claim, delivered: &[bool]) -> bool {
+        let slot = &self.slots[claim.slot];
+        let (_, last) = self.last_claim(claim.slot);
+        let mut later = slot.rows.iter().rev().map(|(later, _)| *later).take_while(|later| *later > row);
+        slot.stored.as_ref() == Some(&last.to) && (last.to == claim.to || later.any(|later| delivered[later]))
     }
 }
 
@@ -386,6 +453,11 @@ impl Step {
 }
 
 impl Request {
+    /// How many rows it carries.
+    pub(crate) fn rows(&self) -> usize {
+        self.rows.len()
+    }
+
     /// The steps that have to be read back after this reason: the one that it names where it can only be one, or all.
     pub(crate) fn in_question(&self, reason: &str) -> Vec<bool> {
         let named: Vec<bool> = self.steps.iter().map(|step| verdict::names(reason, &step.key)).collect();
@@ -404,6 +476,13 @@ impl Request {
     }
 }
 
+/// What a row has to send now.
+struct Steps {
+    steps: Vec<Step>,
+    /// Whether nothing is to follow: keys that are deleted before they are written are sent ahead.
+    last: bool,
+}
+
 /// A request in the making.
 struct Packing {
     group: Option<u32>,
@@ -412,11 +491,20 @@ struct Packing {
     bytes: usize,
     /// For each slot, whether it is in.
     has: Vec<bool>,
+    /// For each row that was looked at, whether all is in that it has to send.
+    tried: Vec<Option<bool>>,
 }
 
 impl Packing {
-    fn new(slots: usize) -> Self {
-        Self { group: None, rows: Vec::new(), steps: Vec::new(), bytes: 0, has: vec![false; slots] }
+    fn new(rows: usize, slots: usize) -> Self {
+        Self {
+            group: None,
+            rows: Vec::new(),
+            steps: Vec::new(),
+            bytes: 0,
+            has: vec![false; slots],
+            tried: vec![None; rows],
+        }
     }
 
     fn add(&mut self, row: usize, group: u32, steps: Vec<Step>, bytes: usize) {
@@ -425,5 +513,240 @@ impl Packing {
         self.bytes += bytes;
         steps.iter().for_each(|step| self.has[step.slot] = true);
         self.steps.extend(steps);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::delivery::verdict::Excess;
+    use crate::tuple::Tuple;
+
+    fn key(name: &str) -> TupleKey {
+        TupleKey::new(format!("user:{name}"), "viewer", "document:1").unwrap()
+    }
+
+    fn tuple(name: &str) -> Tuple {
+        Tuple::try_from(key(name)).unwrap()
+    }
+
+    /// A row that writes and deletes what its words say: `+anne -bob`.
+    fn row(id: i64, words: &str) -> Row {
+        let mut writes = Vec::new();
+        let mut deletes = Vec::new();
+        for word in words.split(' ') {
+            match word.split_at(1) {
+                ("+", name) => writes.push(tuple(name)),
+                (_, name) => deletes.push(key(name)),
+            }
+        }
+        Row { id, attempts: 0, intent: Intent::new(writes, deletes) }
+    }
+
+    fn plan(rows: &[&str], limits: Limits) -> Plan {
+        Plan::new(rows.iter().enumerate().map(|(at, words)| row(at as i64, words)).collect(), limits)
+    }
+
+    fn of_keys(keys: usize) -> Limits {
+        Limits { keys, ..Limits::default() }
+    }
+
+    /// What it does, in the words of a row.
+    fn words(request: &Request) -> String {
+        let word = |step: &Step| {
+            let sign = if step.to == State::Absent { '-' } else { '+' };
+            format!("{sign}{}", step.key.user().trim_start_matches("user:"))
+        };
+        request.steps.iter().map(word).collect::<Vec<_>>().join(" ")
+    }
+
+    fn invalid(name: &str) -> String {
+        format!("Invalid tuple 'document:1#viewer@user:{name}'. Reason: not in the model")
+    }
+
+    /// The outcomes, by the rows' places: delivered, waiting, refused, or given back.
+    fn ends(plan: &Plan) -> String {
+        let mut ends = vec!['-'; plan.rows.len()];
+        for (id, outcome) in plan.outcomes() {
+            ends[id as usize] = match outcome {
+                Outcome::Delivered => 'd',
+                Outcome::Waiting { .. } => 'w',
+                Outcome::Refused { .. } => 'r',
+            };
+        }
+        ends.into_iter().collect()
+    }
+
+    #[test]
+    fn rows_are_packed_whole_and_equal_tuples_are_sent_once() {
+        let mut plan = plan(&["+a +shared", "+b +shared", "+c +d", "+e"], of_keys(4));
+        let request = plan.next_request().unwrap();
+        assert_eq!(words(&request), "+a +b +e +shared");
+        let other = plan.next_request().unwrap();
+        assert_eq!(words(&other), "+c +d");
+        assert!(plan.next_request().is_none());
+        plan.accepted(request);
+        assert_eq!(ends(&plan), "dd-d");
+        plan.accepted(other);
+        assert_eq!(ends(&plan), "dddd");
+    }
+
+    #[test]
+    fn rows_that_share_a_key_are_never_in_flight_at_once() {
+        let mut plan = plan(&["+a +b", "+b +c"], of_keys(2));
+        let request = plan.next_request().unwrap();
+        assert_eq!(words(&request), "+a +b");
+        assert!(plan.next_request().is_none());
+        plan.accepted(request);
+        assert_eq!(words(&plan.next_request().unwrap()), "+c");
+    }
+
+    #[test]
+    fn a_named_row_is_refused_alone() {
+        let mut plan = plan(&["+a", "+bad +b", "+c", "+bad"], Limits::default());
+        let request = plan.next_request().unwrap();
+        plan.refused(request, &invalid("bad"));
+        let request = plan.next_request().unwrap();
+        assert_eq!(words(&request), "+a +c");
+        plan.accepted(request);
+        assert_eq!(ends(&plan), "drdr");
+    }
+
+    #[test]
+    fn a_row_that_is_not_named_is_found_by_halving() {
+        let names: Vec<String> = (0..100).map(|at| format!("+{at}")).collect();
+        let mut plan = plan(&names.iter().map(String::as_str).collect::<Vec<_>>(), Limits::default());
+        let mut requests = 0;
+        while let Some(request) = plan.next_request() {
+            requests += 1;
+            match words(&request).split(' ').any(|word| word == "+70") {
+                true => plan.refused(request, "invalid TupleKey.Object: value does not match"),
+                false => plan.accepted(request),
+            }
+        }
+        assert_eq!(ends(&plan).find('r'), Some(70));
+        assert_eq!(ends(&plan).matches('d').count(), 99);
+        assert!(requests <= 15, "{requests}");
+    }
+
+    #[test]
+    fn a_row_is_not_refused_for_a_tuple_that_a_later_row_overrules() {
+        let mut plan = plan(&["-x +a", "+x"], Limits::default());
+        let request = plan.next_request().unwrap();
+        assert_eq!(words(&request), "+a +x");
+        plan.refused(request, &invalid("x"));
+        let request = plan.next_request().unwrap();
+        assert_eq!(words(&request), "+a -x");
+        plan.accepted(request);
+        assert_eq!(ends(&plan), "dr");
+    }
+
+    #[test]
+    fn a_row_travels_with_the_one_that_overrules_it_or_after_it() {
+        let mut plan = plan(&["+x +a", "-x +bad +b"], of_keys(3));
+        let request = plan.next_request().unwrap();
+        assert_eq!(words(&request), "+b +bad -x");
+        assert!(plan.next_request().is_none());
+        plan.refused(request, &invalid("bad"));
+        // Whole, as nobody overrules it any more.
+        assert_eq!(words(&plan.next_request().unwrap()), "+a +x");
+    }
+
+    #[test]
+    fn a_row_counts_as_delivered_only_with_the_one_that_overrules_it() {
+        let mut plan = plan(&["+x", "-x +a"], Limits::default());
+        let request = plan.next_request().unwrap();
+        // Another writer has deleted it already, and then the server is gone.
+        let read = request.steps.iter().map(|step| (step.to == State::Absent).then_some(State::Absent)).collect();
+        plan.read_back(request, read);
+        assert_eq!(ends(&plan), "--");
+        let request = plan.next_request().unwrap();
+        assert_eq!(words(&request), "+a");
+        plan.given_up(request);
+        assert_eq!(ends(&plan), "--");
+    }
+
+    #[test]
+    fn what_is_known_of_a_key_outlives_reading_another_one() {
+        let mut plan = plan(&["-x +x +a"], Limits::default());
+        let request = plan.next_request().unwrap();
+        assert_eq!(words(&request), "-x");
+        plan.accepted(request);
+        let request = plan.next_request().unwrap();
+        assert_eq!(words(&request), "+a +x");
+        let other = State::Present(Some(Condition::new("in_office").unwrap()));
+        plan.read_back(request, vec![Some(other), None]);
+        let request = plan.next_request().unwrap();
+        assert_eq!(words(&request), "-a", "and not -x again");
+        plan.accepted(request);
+        assert_eq!(words(&plan.next_request().unwrap()), "+a +x");
+    }
+
+    #[test]
+    fn a_row_of_more_tuples_than_a_request_may_hold_goes_in_parts_deletes_first() {
+        let mut plan = plan(&["+a +b +c -d -e"], of_keys(100));
+        let request = plan.next_request().unwrap();
+        plan.too_large(request, Excess::Keys(2));
+        for expected in ["-d -e", "+a +b", "+c"] {
+            assert_eq!(ends(&plan), "-");
+            let request = plan.next_request().unwrap();
+            assert_eq!(words(&request), expected);
+            plan.accepted(request);
+        }
+        assert_eq!(ends(&plan), "d");
+    }
+
+    #[test]
+    fn limits_are_learned_from_the_smallest_request_that_was_too_large() {
+        let mut plan = plan(&["+a +b +c +d", "+e +f +g +h", "+i +j"], of_keys(4));
+        let (first, second) = (plan.next_request().unwrap(), plan.next_request().unwrap());
+        let bytes: usize = first.steps.iter().map(Step::bytes).sum();
+        let third = plan.next_request().unwrap();
+        let least: usize = third.steps.iter().map(Step::bytes).sum();
+        plan.too_large(third, Excess::Bytes);
+        plan.too_large(first, Excess::Bytes);
+        assert_eq!((plan.limits().bytes, plan.limits().row_bytes), (least / 2, least - 1));
+        assert!(least < bytes);
+        plan.too_large(second, Excess::Keys(2));
+        assert_eq!(plan.limits().keys, 2);
+    }
+
+    #[test]
+    fn a_row_is_only_taken_apart_where_it_is_known_to_be_too_large_by_itself() {
+        let mut plan = plan(&["+a +b +c +d", "+e"], Limits::default());
+        for (expected, next) in [("+a +b +c +d +e", "+a +b +c +d"), ("+a +b +c +d", "+a +b")] {
+            let request = plan.next_request().unwrap();
+            assert_eq!(words(&request), expected);
+            plan.too_large(request, Excess::Bytes);
+            let request = plan.next_request().unwrap();
+            assert_eq!(words(&request), next);
+            plan.read_back(request, vec![None; next.split(' ').count()]);
+        }
+    }
+
+    #[test]
+    fn a_tuple_that_is_too_large_by_itself_is_refused() {
+        let mut plan = plan(&["+a", "+b"], of_keys(1));
+        let request = plan.next_request().unwrap();
+        plan.too_large(request, Excess::Bytes);
+        assert_eq!(ends(&plan), "r-");
+        assert_eq!(words(&plan.next_request().unwrap()), "+b");
+    }
+
+    #[test]
+    fn a_request_that_keeps_failing_is_halved_and_its_single_rows_wait() {
+        let mut plan = plan(&["+a", "+b", "+c"], Limits::default());
+        let mut requests = Vec::new();
+        while let Some(request) = plan.next_request() {
+            requests.push(words(&request));
+            match words(&request).contains("+b") {
+                true => plan.failed(request, "Internal Server Error"),
+                false => plan.accepted(request),
+            }
+        }
+        assert_eq!(requests, ["+a +b +c", "+a +b", "+a", "+b", "+c"]);
+        assert_eq!(ends(&plan), "dwd");
+        let (_, waiting) = plan.outcomes().swap_remove(1);
+        assert_eq!(waiting, Outcome::Waiting { reason: "Internal Server Error".to_owned(), attempts: 1 });
     }
 }

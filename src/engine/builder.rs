@@ -236,6 +236,8 @@ impl EngineBuilder {
             flow: Arc::new(Semaphore::new(FLOW)),
             failures_in_a_row: Default::default(),
             wake: Notify::new(),
+            horizon: Default::default(),
+            blocked: Default::default(),
             sweeps_begun: Default::default(),
             swept_in_vain: watch::Sender::new(0),
             database: watch::Sender::new(None),
@@ -305,9 +307,16 @@ fn system(shared: &Arc<Shared>) -> Result<ArbiterHandle, ConfigError> {
         .name("fga-outbox".to_owned())
         .spawn(move || {
             let runner = System::new();
+            let system = System::current();
+            system.arbiter().spawn(async move {
+                ended.cancelled().await;
+                System::current().stop();
+            });
             // Nobody is there to hear of it only where the engine could not be started.
-            let _ = started.send(System::current().arbiter().clone());
-            runner.block_on(ended.cancelled());
+            let _ = started.send(system.arbiter().clone());
+            if let Err(error) = runner.run() {
+                tracing::error!(%error, "the engine's threads could not be ended");
+            }
         })
         .map_err(|error| ConfigError::Start(error.to_string()))?;
     arbiter.recv().map_err(|error| ConfigError::Start(error.to_string()))

@@ -11,8 +11,8 @@ use super::deliverer::{Deliver, Deliverer};
 use super::gate::Mode;
 use super::keeper::{Alive, Kept};
 use super::{Crash, ROOM, Shared};
-use crate::delivery::backoff;
-use crate::outbox::{Claim, DatabaseError, claim, requeue_older};
+use crate::delivery::backoff::{self, Backoff};
+use crate::outbox::{Claim, Claimed, DatabaseError, Horizon, claim, requeue_older};
 
 /// The rows of a lease: few at first, more while the backlog fills them.
 const FEWEST_ROWS: i64 = 100;
@@ -21,6 +21,12 @@ const MOST_ROWS: i64 = 1_000;
 /// While the backlog is long, how often the cursor goes back to the beginning, for rows whose transactions committed
 /// later than those of higher ids.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
+
+/// How long Postgres may take over a claim.
+const LONGEST_CLAIM: Duration = Duration::from_secs(30);
+
+/// Between looks for a deliverer, while all are being started anew.
+const DELIVERER_PAUSE: Duration = Duration::from_millis(10);
 
 /// How often rows are brought back for a new authorization model, an interval apart.
 const REQUEUES: u32 = 3;
@@ -62,9 +68,21 @@ struct Claiming {
     leases: usize,
     rows: i64,
     /// The highest `id` claimed since the last sweep; nothing, and a claim is a sweep.
-    cursor: i64,
+    cursor: Option<i64>,
     swept: Instant,
+    /// The row that was last sent to find out about the target.
+    tried: Option<i64>,
+    /// How long to leave rows alone that are blocked.
+    blocked: Backoff,
     models: Models,
+    horizon: Horizon,
+}
+
+enum Step {
+    /// There is more to do.
+    Found,
+    /// There is nothing to lease.
+    Nothing,
 }
 
 /// When to look for a newer authorization model, and which one rows were brought back for.
@@ -78,7 +96,18 @@ struct Models {
 impl Claiming {
     fn new(shared: Arc<Shared>, deliverers: Vec<Kept<Deliverer>>) -> Self {
         let models = Models { look_at: Instant::now(), followed: None, requeues: 0 };
-        Self { shared, deliverers, leases: 0, rows: FEWEST_ROWS, cursor: 0, swept: Instant::now(), models }
+        Self {
+            shared,
+            deliverers,
+            leases: 0,
+            rows: FEWEST_ROWS,
+            cursor: None,
+            swept: Instant::now(),
+            tried: None,
+            blocked: backoff::between_restarts(),
+            models,
+            horizon: Horizon::default(),
+        }
     }
 
     /// Until the engine stops. A claim that has begun is waited for: cut off, it would hold its rows until Postgres
@@ -86,36 +115,49 @@ impl Claiming {
     async fn run(mut self) {
         let shared = self.shared.clone();
         let mut outage = backoff::between_restarts();
+        let mut was_out = false;
         while !shared.stopping.is_cancelled() {
-            let rows = match shared.gate.mode() {
-                Mode::Open => self.rows,
-                Mode::HalfOpen => 1,
-                Mode::Closed => {
-                    self.rows = FEWEST_ROWS;
-                    self.unless_stopped(self.probe()).await;
-                    continue;
+            let out = shared.database.borrow().is_some();
+            if out {
+                self.unless_stopped(tokio::time::sleep(outage.next())).await;
+                // Where it is one row that can't be recorded, the others are spared: they go one by one, past it.
+                self.rows = 1;
+                if !was_out {
+                    self.cursor = None;
                 }
-            };
-            if shared.gate.mode() == Mode::Open && self.models.look_at <= Instant::now() {
-                self.follow_model().await;
+            } else {
+                outage.reset();
             }
-            let Some(room) = self.unless_stopped(self.room(rows)).await else { break };
-            if shared.gate.mode() == Mode::Closed {
-                continue;
+            was_out = out;
+            match self.step().await {
+                Ok(Step::Found) => {}
+                Ok(Step::Nothing) => drop(self.unless_stopped(self.idle()).await),
+                Err(error) => shared.database_fails(error),
             }
-            match self.claim(rows, room).await {
-                Ok(found) => {
-                    shared.database_answers();
-                    outage.reset();
-                    if !found {
-                        self.unless_stopped(self.idle()).await;
-                    }
-                }
-                Err(error) => {
-                    shared.database_fails(error);
-                    self.unless_stopped(tokio::time::sleep(outage.next())).await;
-                }
-            }
+        }
+    }
+
+    /// Probes where the target is away; otherwise claims, once there is room.
+    async fn step(&mut self) -> Result<Step, DatabaseError> {
+        let shared = self.shared.clone();
+        let mode = shared.gate.mode();
+        if mode == Mode::Closed {
+            self.rows = FEWEST_ROWS;
+            self.unless_stopped(self.probe()).await;
+            return Ok(Step::Found);
+        }
+        if mode == Mode::Open && self.models.look_at <= Instant::now() {
+            self.follow_model().await?;
+        }
+        if self.horizon.is_due() {
+            self.look_at_horizon().await?;
+        }
+        let Some(room) = self.unless_stopped(self.room(mode)).await else { return Ok(Step::Found) };
+        // Meanwhile it may have changed.
+        match shared.gate.mode() {
+            now if now != mode => Ok(Step::Found),
+            Mode::HalfOpen => self.claim_one(room).await,
+            _ => self.claim(room).await,
         }
     }
 
@@ -126,69 +168,113 @@ impl Claiming {
         }
     }
 
-    /// Room for one more lease; for a lease that is to find out about the target, once no other is out.
-    async fn room(&self, rows: i64) -> OwnedSemaphorePermit {
+    /// Room for one more lease, and somebody to deliver it; for a lease that is to find out about the target, once no
+    /// other is out.
+    async fn room(&self, mode: Mode) -> OwnedSemaphorePermit {
+        while !self.deliverers.iter().any(Kept::is_alive) {
+            tokio::time::sleep(DELIVERER_PAUSE).await;
+        }
         let room = self.shared.room.clone();
-        if rows == 1 {
+        if mode == Mode::HalfOpen {
             drop(room.acquire_many(ROOM).await);
         }
         room.acquire_owned().await.expect("never closed")
     }
 
-    /// Claims once and hands the lease over. Says whether there was anything, or may be.
-    async fn claim(&mut self, rows: i64, room: OwnedSemaphorePermit) -> Result<bool, DatabaseError> {
+    /// Claims rows behind the cursor, or from the beginning: a sweep.
+    async fn claim(&mut self, room: OwnedSemaphorePermit) -> Result<Step, DatabaseError> {
         if self.swept.elapsed() >= SWEEP_INTERVAL {
-            self.cursor = 0;
+            self.cursor = None;
         }
-        let sweep = self.cursor == 0;
-        let number = if sweep {
+        let mut sweep = None;
+        if self.cursor.is_none() {
+            self.pause_if_blocked().await;
             self.swept = Instant::now();
-            self.shared.sweeps_begun.fetch_add(1, Relaxed) + 1
-        } else {
-            0
+            sweep = Some(self.shared.sweeps_begun.fetch_add(1, Relaxed) + 1);
+        }
+        // A sweep begins before the first row that may be new. What was made new by hand before that is found by the
+        // horizon's next look from the very beginning.
+        let after = self.cursor.unwrap_or_else(|| self.shared.horizon.load(Relaxed).saturating_sub(1));
+        let claimed = self.lease(Claim { after, failed_after: i64::MIN, rows: self.rows }, room).await?;
+        if let (None, Some(number)) = (&claimed, sweep) {
+            self.shared.database_answers();
+            self.shared.swept_in_vain.send_replace(number);
+            return Ok(Step::Nothing);
+        }
+        let full = claimed.filter(|claimed| claimed.full);
+        self.rows = if full.is_some() { (self.rows * 2).min(MOST_ROWS) } else { FEWEST_ROWS };
+        self.cursor = full.and_then(|claimed| claimed.last_new.or(self.cursor));
+        Ok(Step::Found)
+    }
+
+    /// Claims the next row after the one that was tried last, so that no row can keep the target's gate from opening.
+    async fn claim_one(&mut self, room: OwnedSemaphorePermit) -> Result<Step, DatabaseError> {
+        let after = self.tried.unwrap_or(i64::MIN);
+        match self.lease(Claim { after, failed_after: after, rows: 1 }, room).await? {
+            Some(claimed) => self.tried = Some(claimed.last),
+            None if self.tried.is_some() => {
+                self.tried = None;
+                self.pause_if_blocked().await;
+            }
+            // There is nothing to try.
+            None => self.shared.gate.open(),
+        }
+        Ok(Step::Found)
+    }
+
+    /// Claims, and hands the lease over.
+    async fn lease(&mut self, what: Claim, room: OwnedSemaphorePermit) -> Result<Option<Claimed>, DatabaseError> {
+        let claiming = tokio::time::timeout(LONGEST_CLAIM, claim(&self.shared.pool, what, room));
+        let Ok(claimed) = claiming.await else {
+            return Err(DatabaseError::Unreachable("no answer in time".to_owned()));
         };
-        let claimed = claim(&self.shared.pool, Claim { after: self.cursor, rows }, room).await?;
-        self.cursor = if claimed.full { claimed.last_new.unwrap_or(self.cursor) } else { 0 };
-        self.rows = if claimed.full { (self.rows * 2).min(MOST_ROWS) } else { FEWEST_ROWS };
-        match claimed.lease {
-            Some(lease) => {
-                self.shared.counters.leases.fetch_add(1, Relaxed);
-                self.deliverers[self.leases % self.deliverers.len()].send(Deliver(lease));
-                self.leases += 1;
-                Ok(true)
+        let mut claimed = claimed?;
+        let Some(lease) = claimed.lease.take() else { return Ok(None) };
+        self.shared.counters.leases.fetch_add(1, Relaxed);
+        // In turn, past those that are being started anew; where all are, the lease gives its rows back.
+        for _ in 0..self.deliverers.len() {
+            self.leases += 1;
+            if self.deliverers[self.leases % self.deliverers.len()].is_alive() {
+                break;
             }
-            // Behind the cursor there is nothing: look at the beginning.
-            None if !sweep => Ok(true),
-            None => {
-                self.shared.gate.open();
-                self.shared.swept_in_vain.send_replace(number);
-                Ok(false)
-            }
+        }
+        self.deliverers[self.leases % self.deliverers.len()].send(Deliver(lease));
+        Ok(Some(claimed))
+    }
+
+    /// What blocks rows is in somebody's hands: asking again at once would only get in the way.
+    async fn pause_if_blocked(&mut self) {
+        if self.shared.blocked.swap(false, Relaxed) {
+            let pause = self.blocked.next();
+            self.unless_stopped(tokio::time::sleep(pause)).await;
+        } else {
+            self.blocked.reset();
         }
     }
 
+    async fn look_at_horizon(&mut self) -> Result<(), DatabaseError> {
+        let mut connection = self.shared.pool.get().await?;
+        self.shared.horizon.store(self.horizon.look(&mut connection).await?, Relaxed);
+        Ok(())
+    }
+
     /// Brings rows back that were refused under an older authorization model, where there is a newer one.
-    async fn follow_model(&mut self) {
+    async fn follow_model(&mut self) -> Result<(), DatabaseError> {
         let shared = self.shared.clone();
         self.models.look_at = Instant::now() + shared.settings.model_interval;
         // Where it can't be had, requests will find out what is wrong.
-        let Some(Ok(model)) = self.unless_stopped(shared.client.follow_model()).await else { return };
+        let Some(Ok(model)) = self.unless_stopped(shared.client.follow_model()).await else { return Ok(()) };
         if self.models.followed.as_ref() != Some(&model) {
             self.models = Models { followed: Some(model.clone()), requeues: REQUEUES, ..self.models };
         }
-        if self.models.requeues == 0 {
-            return;
-        }
-        let requeued = async { requeue_older(&mut *shared.pool.get().await?, &model).await };
-        match requeued.await {
-            Ok(rows) => {
-                self.models.requeues -= 1;
-                if rows > 0 {
-                    tracing::info!(rows, %model, "refused rows are tried again under a newer authorization model");
-                }
+        if self.models.requeues > 0 {
+            let rows = requeue_older(&mut *shared.pool.get().await?, &model).await?;
+            self.models.requeues -= 1;
+            if rows > 0 {
+                tracing::info!(rows, %model, "refused rows are tried again under a newer authorization model");
             }
-            Err(error) => shared.database_fails(error),
         }
+        Ok(())
     }
 
     async fn idle(&self) {

@@ -5,8 +5,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use actix::{Actor, Context, Handler, Message, ResponseFuture};
-use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
+use futures_util::{StreamExt as _, TryStreamExt as _};
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::Crash;
@@ -15,9 +15,10 @@ use super::gate::Mode;
 use super::keeper::{Alive, Kept};
 use super::ledger::{Ledger, Record};
 use crate::delivery::backoff;
-use crate::delivery::plan::{Plan, Request, State};
+use crate::delivery::order;
+use crate::delivery::plan::{Plan, Request, Row, State};
 use crate::delivery::verdict::{Excess, Fault, FaultKind, Kind, Verdict};
-use crate::outbox::Lease;
+use crate::outbox::{Ahead, DatabaseError, Lease};
 
 /// How often a request is sent in all, within a lease, that meets races or faults.
 const TRIES_AFTER_RACE: u32 = 8;
@@ -63,9 +64,13 @@ impl Handler<Deliver> for Deliverer {
             let limits = *shared.limits.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             // Whatever becomes of the rows, they were tried with this model or a newer one.
             let model = shared.client.model().unwrap_or_default();
-            let mut plan = Plan::new(lease.take_rows(), limits);
+            let rows = match in_order(&shared, &mut lease).await {
+                Ok(rows) => rows,
+                Err(error) => return shared.database_fails(error),
+            };
+            let mut plan = Plan::new(rows, limits);
             carry_out(&shared, &mut plan).await;
-            *shared.limits.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = plan.limits();
+            shared.limits.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).learn(plan.limits());
             ledger.send(Record { lease, outcomes: plan.outcomes(), model });
         })
     }
@@ -76,6 +81,32 @@ impl Handler<Crash> for Deliverer {
 
     fn handle(&mut self, _: Crash, _: &mut Self::Context) {
         panic!("crashed on demand");
+    }
+}
+
+/// The rows of this lease that may be sent: without those that have to wait for an earlier one which contradicts them
+/// and which somebody else has, and with those that merely wait for their time, to be folded.
+async fn in_order(shared: &Shared, lease: &mut Lease) -> Result<Vec<Row>, DatabaseError> {
+    let mut rows = lease.take_rows();
+    loop {
+        rows.sort_unstable_by_key(|row| row.id);
+        let ahead = lease.look_ahead(&rows, shared.horizon.load(Relaxed)).await?;
+        let contradicts =
+            |row: &Row, ahead: &Ahead| row.intent.as_ref().is_ok_and(|intent| order::contradict(intent, &ahead.intent));
+        let along = ahead.iter().filter(|ahead| ahead.again && rows.iter().any(|row| contradicts(row, ahead)));
+        let along: Vec<i64> = along.map(|ahead| ahead.id).collect();
+        let taken = if along.is_empty() { Vec::new() } else { lease.take_along(&along).await? };
+        if taken.is_empty() {
+            let ahead: Vec<_> = ahead.into_iter().map(|ahead| (ahead.id, ahead.intent)).collect();
+            let blocked = order::blocked(&rows, &ahead);
+            if !blocked.is_empty() {
+                shared.blocked.store(true, Relaxed);
+                rows.retain(|row| !blocked.contains(&row.id));
+            }
+            return Ok(rows);
+        }
+        // What came along may have rows ahead of its own.
+        rows.extend(taken);
     }
 }
 
@@ -164,7 +195,9 @@ async fn send(shared: &Shared, request: Request, _permit: OwnedSemaphorePermit) 
             },
             Verdict::Moment { reason, kind: Kind::Race } if tries >= TRIES_AFTER_RACE => break End::Failed(reason),
             Verdict::Moment { kind: Kind::Race, .. } => races.next(),
-            Verdict::Moment { reason, .. } if tries >= TRIES_AFTER_FAULT => break after_faults(shared, reason).await,
+            Verdict::Moment { reason, .. } if tries >= TRIES_AFTER_FAULT => {
+                break after_faults(shared, &request, reason).await;
+            }
             Verdict::Moment { .. } => faults.next(),
         };
         tokio::select! {
@@ -180,17 +213,23 @@ async fn send(shared: &Shared, request: Request, _permit: OwnedSemaphorePermit) 
 
 /// Whose fault it is that a request keeps failing: the target's where it can't even be read, or where nothing else gets
 /// through either; otherwise the request's own.
-async fn after_faults(shared: &Shared, reason: String) -> End {
+async fn after_faults(shared: &Shared, request: &Request, reason: String) -> End {
     if let Err(fault) = shared.client.probe().await {
         shared.gate.close(fault);
         return End::GivenUp;
     }
-    let half_open = shared.gate.mode() == Mode::HalfOpen;
-    if half_open || shared.failures_in_a_row.fetch_add(1, Relaxed) >= FAILURES_IN_A_ROW {
-        shared.gate.close(Fault::new(FaultKind::Unreachable, reason.clone()));
+    match shared.gate.mode() {
+        // The one row of a half-open target pays with an attempt, so that it can't be in the way for ever. Where it is
+        // not alone, it is found first.
+        Mode::HalfOpen if request.rows() == 1 => shared.gate.close(Fault::new(FaultKind::Unreachable, reason.clone())),
+        Mode::HalfOpen => {}
+        Mode::Open if shared.failures_in_a_row.fetch_add(1, Relaxed) < FAILURES_IN_A_ROW => {}
+        Mode::Open | Mode::Closed => {
+            shared.gate.close(Fault::new(FaultKind::Unreachable, reason));
+            return End::GivenUp;
+        }
     }
-    // The one row of a half-open target pays with an attempt, so that it can't be in the way for ever.
-    if half_open || shared.may_send() { End::Failed(reason) } else { End::GivenUp }
+    End::Failed(reason)
 }
 
 /// What OpenFGA holds for the keys in question; nothing for the others.
@@ -206,6 +245,5 @@ async fn read_back(shared: &Shared, request: &Request, reason: &str) -> Result<V
             Err(_) => Ok(None),
         }
     });
-    let reads: Vec<_> = futures_util::stream::iter(reads).buffered(READS_AT_ONCE).collect().await;
-    reads.into_iter().collect()
+    futures_util::stream::iter(reads).buffered(READS_AT_ONCE).try_collect().await
 }

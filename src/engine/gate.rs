@@ -8,6 +8,10 @@ use tokio::sync::watch;
 use crate::delivery::backoff::{self, Backoff};
 use crate::delivery::verdict::{Fault, FaultKind};
 
+/// A target that comes and goes is not worth a line each time, nor a quick probe; unless it stays away.
+const AGAIN: Duration = Duration::from_secs(30);
+const WORTH_A_LINE: Duration = Duration::from_secs(5);
+
 /// Shared by all actors: whoever sees a fault of the target closes it for all, and whoever sees it answer opens it.
 #[derive(Debug)]
 pub(crate) struct Gate {
@@ -27,6 +31,12 @@ pub(crate) struct Pause {
 struct State {
     mode: Mode,
     pause: Option<Pause>,
+    kind: Option<FaultKind>,
+    /// When the last pause ended; and whether this one is so soon after it that they count as one.
+    ended: Option<Instant>,
+    again: bool,
+    /// Whether this pause was logged.
+    said: bool,
     /// Probes of this pause, and when the next one may be sent.
     probes: u32,
     next_probe: Instant,
@@ -50,6 +60,10 @@ impl Gate {
         let state = State {
             mode: Mode::Closed,
             pause: None,
+            kind: None,
+            ended: None,
+            again: false,
+            said: false,
             probes: 0,
             next_probe: Instant::now(),
             backoff: backoff::between_probes(),
@@ -69,10 +83,19 @@ impl Gate {
     /// Closes it, or keeps it closed for another, longer while.
     pub(crate) fn close(&self, fault: Fault) {
         let mut state = self.lock();
-        let first = state.pause.is_none();
-        if first {
-            tracing::warn!(reason = %fault.reason, kind = ?fault.kind, "OpenFGA can't be used: pausing and probing");
+        if state.pause.is_none() {
+            state.again = state.ended.is_some_and(|ended| ended.elapsed() < AGAIN);
+            state.said = false;
             state.probes = 0;
+        }
+        let lasts = state.pause.as_ref().is_some_and(|pause| pause.since.elapsed() > WORTH_A_LINE);
+        if !state.said && (!state.again || lasts) {
+            state.said = true;
+            tracing::warn!(reason = %fault.reason, kind = ?fault.kind, "OpenFGA can't be used: pausing and probing");
+        }
+        let kind = Some(fault.kind);
+        if state.kind != kind || state.pause.is_none() && !state.again {
+            state.kind = kind;
             state.backoff = match fault.kind {
                 FaultKind::Unreachable | FaultKind::Overloaded => backoff::between_probes(),
                 FaultKind::Unauthenticated | FaultKind::Misconfigured => backoff::between_slow_probes(),
@@ -109,7 +132,10 @@ impl Gate {
         state.mode = Mode::Open;
         if let Some(pause) = state.pause.take() {
             let seconds = pause.since.elapsed().as_secs_f64();
-            tracing::info!(seconds, probes = state.probes, "OpenFGA can be used again: going on");
+            if state.said {
+                tracing::info!(seconds, probes = state.probes, "OpenFGA can be used again: going on");
+            }
+            state.ended = Some(Instant::now());
         }
         self.fault.send_replace(None);
     }

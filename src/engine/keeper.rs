@@ -27,6 +27,11 @@ impl<A: Actor<Context = Context<A>>> Kept<A> {
         Self(Arc::default())
     }
 
+    /// Whether the actor is there now.
+    pub(crate) fn is_alive(&self) -> bool {
+        self.0.read().unwrap_or_else(|poisoned| poisoned.into_inner()).as_ref().is_some_and(Addr::connected)
+    }
+
     /// Sends a message to the actor that is there now. Where none is, the message is dropped, and what it owns with it:
     /// a lease gives its rows back.
     pub(crate) fn send<M>(&self, message: M)

@@ -42,8 +42,15 @@ impl Handler<Record> for Ledger {
         let shared = self.shared.clone();
         Box::pin(async move {
             give_up(&mut outcomes, shared.settings.max_attempts);
+            if shared.client.model().is_some_and(|now| now != model) {
+                // A newer model may take them: they are ready still.
+                outcomes.retain(|(_, outcome)| !matches!(outcome, Outcome::Refused { .. }));
+            }
             match lease.commit(&outcomes, &model).await {
-                Ok(()) => count(&shared, &outcomes),
+                Ok(()) => {
+                    shared.database_answers();
+                    count(&shared, &outcomes);
+                }
                 // The rows are ready again, and will be sent again: that is what at-least-once means.
                 Err(error) => shared.database_fails(error),
             }
@@ -67,22 +74,18 @@ fn count(shared: &Shared, outcomes: &[(i64, Outcome)]) {
     for (id, outcome) in outcomes {
         match outcome {
             Outcome::Delivered => delivered += 1,
-            Outcome::Waiting { reason, attempts } => {
+            Outcome::Waiting { attempts, .. } => {
                 failed += 1;
-                tracing::debug!(id, attempts, reason, "not delivered for now");
+                tracing::debug!(id, attempts, "not delivered for now");
             }
-            Outcome::Refused { reason } => {
+            Outcome::Refused { .. } => {
                 refused += 1;
-                tracing::debug!(id, reason, "refused");
+                tracing::debug!(id, "refused");
             }
         }
     }
     if refused > 0 {
-        let reason = outcomes.iter().find_map(|(_, outcome)| match outcome {
-            Outcome::Refused { reason } => Some(reason),
-            _ => None,
-        });
-        tracing::warn!(rows = refused, reason, "rows were refused: 'fga-outbox status' has the reasons");
+        tracing::warn!(rows = refused, "rows were refused: 'fga-outbox list --refused' has the reasons");
     }
     let counters = &shared.counters;
     counters.delivered.fetch_add(delivered, Relaxed);

@@ -7,7 +7,7 @@ mod gate;
 mod keeper;
 mod ledger;
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -24,7 +24,7 @@ use ledger::Ledger;
 use crate::delivery::plan::Limits;
 use crate::delivery::verdict::Fault;
 use crate::openfga::Client;
-use crate::outbox::{DatabaseError, Pool, left};
+use crate::outbox::{DatabaseError, Left, Pool, last_id, left};
 
 /// Leases that may be out at once: one is delivered while the next is claimed and the last is recorded.
 const ROOM: u32 = 4;
@@ -77,6 +77,10 @@ pub(crate) struct Shared {
     flow: Arc<Semaphore>,
     failures_in_a_row: AtomicU32,
     wake: Notify,
+    /// From which id on undelivered rows may lie that are neither refused nor failed.
+    horizon: AtomicI64,
+    /// Rows were given back because they have to wait for rows that somebody else has.
+    blocked: AtomicBool,
     sweeps_begun: AtomicU64,
     /// The number of the last sweep that found nothing to lease.
     swept_in_vain: watch::Sender<u64>,
@@ -249,10 +253,19 @@ impl Engine {
     /// [`patience`](EngineBuilder::patience).
     pub async fn drain(&self) -> Result<Drained, DrainError> {
         let delivered_before = self.shared.counters.delivered.load(Relaxed);
+        // Rows that come later are not waited for: there may be no end of them.
+        let until = loop {
+            match self.last_id().await {
+                Ok(id) => break id,
+                Err(error) => self.shared.database_fails(error),
+            }
+            self.check_patience()?;
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        };
         let mut held: Option<(i64, Instant)> = None;
         loop {
-            self.sweep_in_vain().await?;
-            let left = match self.left().await {
+            self.sweep_in_vain(until).await?;
+            let left = match self.left(until).await {
                 Ok(left) => left,
                 Err(error) => {
                     self.shared.database_fails(error);
@@ -277,14 +290,33 @@ impl Engine {
     }
 
     /// Waits for a sweep, begun from now on, that finds nothing, and for the leases that are out.
-    async fn sweep_in_vain(&self) -> Result<(), DrainError> {
+    async fn sweep_in_vain(&self, until: i64) -> Result<(), DrainError> {
         let shared = &self.shared;
         let begun = shared.sweeps_begun.load(Relaxed);
         let mut in_vain = shared.swept_in_vain.subscribe();
+        let (mut decided, mut since) = (self.decided(), Instant::now());
+        let mut looked = Instant::now();
         loop {
-            self.nudge();
-            if *in_vain.borrow_and_update() > begun && shared.room.available_permits() == ROOM as usize {
+            let swept = *in_vain.borrow_and_update() > begun;
+            if !swept {
+                self.nudge();
+            }
+            if self.decided() != decided || shared.gate.mode() != Mode::Open || shared.database.borrow().is_some() {
+                (decided, since) = (self.decided(), Instant::now());
+            }
+            // Rows that are leased only to be given back, since they have to wait for rows that somebody else holds.
+            if since.elapsed() > HELD_PATIENCE {
                 return Ok(());
+            }
+            if swept && shared.room.available_permits() == ROOM as usize {
+                return Ok(());
+            }
+            // Under a steady stream of new rows no sweep is ever in vain.
+            if looked.elapsed() > Duration::from_secs(1) {
+                if self.left(until).await.is_ok_and(|left| left.ready == 0) {
+                    return Ok(());
+                }
+                looked = Instant::now();
             }
             self.check_patience()?;
             tokio::select! {
@@ -293,6 +325,12 @@ impl Engine {
                 () = tokio::time::sleep(Duration::from_millis(10)) => {}
             }
         }
+    }
+
+    /// Grows with every outcome that is recorded.
+    fn decided(&self) -> u64 {
+        let counters = &self.shared.counters;
+        [&counters.delivered, &counters.failed, &counters.refused].iter().map(|counter| counter.load(Relaxed)).sum()
     }
 
     fn check_patience(&self) -> Result<(), DrainError> {
@@ -309,9 +347,12 @@ impl Engine {
         }
     }
 
-    async fn left(&self) -> Result<crate::outbox::Left, DatabaseError> {
-        let mut connection = self.shared.pool.get().await?;
-        left(&mut connection).await
+    async fn left(&self, until: i64) -> Result<Left, DatabaseError> {
+        left(&mut *self.shared.pool.get().await?, until).await
+    }
+
+    async fn last_id(&self) -> Result<i64, DatabaseError> {
+        last_id(&mut *self.shared.pool.get().await?).await
     }
 
     /// How many rows could be delivered now.
@@ -319,7 +360,7 @@ impl Engine {
     /// # Errors
     /// [`DatabaseError`] where Postgres can't be asked.
     pub async fn ready(&self) -> Result<i64, DatabaseError> {
-        Ok(self.left().await?.ready)
+        Ok(self.left(i64::MAX).await?.ready)
     }
 
     /// Stops: sends nothing new, waits up to the grace period for the requests in flight, records what became of them,

@@ -13,6 +13,10 @@ use crate::delivery::verdict::{Fault, FaultKind};
 /// A token that does not say when it expires is renewed after this time, or when it is refused.
 const LIFETIME_UNLESS_SAID: Duration = Duration::from_secs(3_600);
 
+/// What is believed of a token's lifetime.
+const SHORTEST: Duration = Duration::from_secs(1);
+const LONGEST: Duration = Duration::from_secs(24 * 3_600);
+
 /// How requests are authenticated. Never printed.
 pub(crate) enum Auth {
     None,
@@ -97,7 +101,7 @@ impl ClientCredentials {
             Ok::<_, reqwest::Error>(answer)
         };
         let response = request.request_async(&send).await.map_err(|error| self.fault(&error))?;
-        let lifetime = response.expires_in().unwrap_or(LIFETIME_UNLESS_SAID);
+        let lifetime = response.expires_in().unwrap_or(LIFETIME_UNLESS_SAID).clamp(SHORTEST, LONGEST);
         Ok((Arc::from(response.access_token().secret().as_str()), lifetime))
     }
 

@@ -53,6 +53,8 @@ impl Client {
             .user_agent(concat!("fga-outbox/", env!("CARGO_PKG_VERSION")))
             .timeout(REQUEST_TIMEOUT)
             .connect_timeout(CONNECT_TIMEOUT)
+            // Shorter than proxies keep a connection that is not used.
+            .pool_idle_timeout(Duration::from_secs(20))
             // A redirect of a write loses its body or its token: the address is wrong, and that is for a human.
             .redirect(reqwest::redirect::Policy::none())
             .tcp_nodelay(true);
@@ -124,7 +126,7 @@ impl Client {
 
     /// Whether this store can be used: it answers, knows the model, and its datastore can be read.
     pub(crate) async fn probe(&self) -> Result<(), Fault> {
-        let model = self.pinned_model().await?;
+        let model = self.follow_model().await?;
         let url = self.url(&format!("authorization-models/{model}"));
         healthy(self.send(self.http.get(url)).await.0)?;
         // The server keeps models in memory; this asks its datastore.

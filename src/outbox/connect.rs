@@ -6,16 +6,19 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use diesel::{ConnectionError, ConnectionResult};
+use diesel::ConnectionError;
 use diesel_async::pooled_connection::{AsyncDieselConnectionManager, ManagerConfig, PoolError, RecyclingMethod};
 use diesel_async::{AsyncPgConnection, SimpleAsyncConnection};
 use futures_util::FutureExt as _;
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
-use rustls::{CertificateError, ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme};
-use rustls_platform_verifier::ConfigVerifierExt as _;
+use rustls::{
+    CertificateError, ClientConfig, ConfigBuilder, DigitallySignedStruct, RootCertStore, SignatureScheme, WantsVerifier,
+};
+use rustls_platform_verifier::BuilderVerifierExt as _;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio_postgres::NoTls;
@@ -25,6 +28,8 @@ use url::form_urlencoded;
 use super::DatabaseError;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a peer may leave what was sent unacknowledged, or a question whether it is there unanswered.
+const SILENCE: Duration = Duration::from_secs(10);
 
 /// Where the table is: `postgres://user:password@host:port/database`, with libpq's parameters.
 ///
@@ -76,6 +81,13 @@ impl FromStr for DatabaseUrl {
             return Err(invalid("names no host: expected postgres://user:password@host:port/database"));
         }
         config.connect_timeout(CONNECT_TIMEOUT);
+        // A network that is gone without a word must not hold a lease for hours.
+        if config.get_tcp_user_timeout().is_none() {
+            config.tcp_user_timeout(SILENCE);
+        }
+        if !query.contains("keepalives") {
+            config.keepalives_idle(SILENCE).keepalives_interval(SILENCE / 4).keepalives_retries(3);
+        }
         if config.get_application_name().is_none() {
             config.application_name("fga-outbox");
         }
@@ -118,8 +130,8 @@ impl DatabaseUrl {
             ("require" | "verify-ca", Some(roots)) => (SslMode::Require, Some(verified_by(roots, false)?)),
             ("verify-full", Some(roots)) => (SslMode::Require, Some(verified_by(roots, true)?)),
             ("verify-ca" | "verify-full", None) => {
-                let config = ClientConfig::with_platform_verifier().map_err(|error| invalid(error.to_string()))?;
-                (SslMode::Require, Some(config))
+                let config = tls_builder().with_platform_verifier().map_err(|error| invalid(error.to_string()))?;
+                (SslMode::Require, Some(config.with_no_client_auth()))
             }
             _ => {
                 return Err(invalid(format!(
@@ -136,23 +148,25 @@ impl DatabaseUrl {
     ///
     /// # Errors
     /// [`DatabaseError::Unreachable`] with the reason.
+    /// [`DatabaseError::Rejected`] where the server does not let us in.
     pub async fn connect(&self) -> Result<AsyncPgConnection, DatabaseError> {
-        self.establish().await.map_err(|error| match error {
-            ConnectionError::BadConnection(reason) => DatabaseError::Unreachable(reason),
-            error => DatabaseError::Unreachable(error.to_string()),
-        })
+        // The limit of the address is for the socket alone; a server may accept it and never say a word.
+        match tokio::time::timeout(CONNECT_TIMEOUT, self.establish()).await {
+            Ok(established) => established,
+            Err(_) => Err(DatabaseError::Unreachable("no answer in time".to_owned())),
+        }
     }
 
-    async fn establish(&self) -> ConnectionResult<AsyncPgConnection> {
+    async fn establish(&self) -> Result<AsyncPgConnection, DatabaseError> {
         match &self.tls {
             None => {
                 let (client, connection) = self.config.connect(NoTls).await.map_err(bad_connection)?;
-                AsyncPgConnection::try_from_client_and_connection(client, connection).await
+                AsyncPgConnection::try_from_client_and_connection(client, connection).await.map_err(unusable)
             }
             Some(tls) => {
                 let tls = MakeRustlsConnect::new(tls.clone());
                 let (client, connection) = self.config.connect(tls).await.map_err(bad_connection)?;
-                AsyncPgConnection::try_from_client_and_connection(client, connection).await
+                AsyncPgConnection::try_from_client_and_connection(client, connection).await.map_err(unusable)
             }
         }
     }
@@ -175,6 +189,8 @@ impl Pool {
     /// Up to this many connections. They are made and driven by the runtime of `home`, which has to outlive the actors:
     /// a connection dies with the runtime that it was made on.
     pub(crate) fn new(url: &DatabaseUrl, home: Handle, size: u32) -> Self {
+        // bb8 keeps house in a task of its own.
+        let _home = home.enter();
         let url = url.clone();
         let mut config = ManagerConfig::default();
         // A statement is about to be sent anyway, and finds out about a broken connection.
@@ -182,9 +198,15 @@ impl Pool {
         config.custom_setup = Box::new(move |_| {
             let url = url.clone();
             async move {
-                let mut connection = url.establish().await?;
-                connection.batch_execute(SESSION).await.map_err(ConnectionError::CouldntSetupConfiguration)?;
-                Ok(connection)
+                let set_up = async {
+                    let mut connection = url.connect().await?;
+                    connection.batch_execute(SESSION).await?;
+                    Ok::<_, DatabaseError>(connection)
+                };
+                match tokio::time::timeout(CONNECT_TIMEOUT, set_up).await {
+                    Ok(result) => result.map_err(|error| ConnectionError::BadConnection(error.to_string())),
+                    Err(_) => Err(ConnectionError::BadConnection("no answer in time".to_owned())),
+                }
             }
             .boxed()
         });
@@ -238,21 +260,30 @@ impl bb8::ErrorSink<PoolError> for Failures {
 
 /// A lost network must not hold rows for ever, nor a query whose client is gone go on. The first is above the longest
 /// delivery of a lease.
-const SESSION: &str = "SET idle_in_transaction_session_timeout = '120s'; SET client_connection_check_interval = '1s'";
+/// The second is not there before Postgres 14.
+const SESSION: &str = "
+    SET idle_in_transaction_session_timeout = '120s';
+    SELECT set_config(name, '1s', false) FROM pg_settings WHERE name = 'client_connection_check_interval'";
 
 fn invalid(problem: impl Into<String>) -> DatabaseError {
     DatabaseError::InvalidUrl(problem.into())
 }
 
+fn unusable(error: ConnectionError) -> DatabaseError {
+    DatabaseError::Unreachable(error.to_string())
+}
+
 /// With the causes: tokio-postgres' own words stop at "error connecting to server".
-fn bad_connection(error: tokio_postgres::Error) -> ConnectionError {
+fn bad_connection(error: tokio_postgres::Error) -> DatabaseError {
+    // Classes of SQLSTATE: 28, invalid authorization; 3D, no such database.
+    let rejected = error.code().is_some_and(|code| code.code().starts_with("28") || code.code().starts_with("3D"));
     let mut reason = error.to_string();
     let mut cause = std::error::Error::source(&error);
     while let Some(error) = cause {
         reason = format!("{reason}: {error}");
         cause = error.source();
     }
-    ConnectionError::BadConnection(reason)
+    if rejected { DatabaseError::Rejected(reason) } else { DatabaseError::Unreachable(reason) }
 }
 
 fn read_roots(path: &Path) -> Result<RootCertStore, DatabaseError> {
@@ -273,12 +304,25 @@ fn unverified() -> ClientConfig {
 }
 
 fn verified_by(roots: RootCertStore, name: bool) -> Result<ClientConfig, DatabaseError> {
-    let chain = WebPkiServerVerifier::builder(Arc::new(roots)).build().map_err(|error| invalid(error.to_string()))?;
+    let chain = WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider())
+        .build()
+        .map_err(|error| invalid(error.to_string()))?;
     Ok(with_verifier(Verifier { chain: Some(chain), name }))
 }
 
 fn with_verifier(verifier: Verifier) -> ClientConfig {
-    ClientConfig::builder().dangerous().with_custom_certificate_verifier(Arc::new(verifier)).with_no_client_auth()
+    tls_builder().dangerous().with_custom_certificate_verifier(Arc::new(verifier)).with_no_client_auth()
+}
+
+/// With the provider named: where an application has two, rustls does not choose between them.
+fn tls_builder() -> ConfigBuilder<ClientConfig, WantsVerifier> {
+    ClientConfig::builder_with_provider(provider())
+        .with_safe_default_protocol_versions()
+        .expect("the provider knows the default versions")
+}
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(rustls::crypto::aws_lc_rs::default_provider())
 }
 
 /// libpq's levels below `verify-full`, which rustls does not have: no look at the certificate, or none at its name.
@@ -314,7 +358,7 @@ impl ServerCertVerifier for Verifier {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        let algorithms = rustls::crypto::aws_lc_rs::default_provider().signature_verification_algorithms;
+        let algorithms = provider().signature_verification_algorithms;
         rustls::crypto::verify_tls12_signature(message, certificate, signature, &algorithms)
     }
 
@@ -324,12 +368,12 @@ impl ServerCertVerifier for Verifier {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        let algorithms = rustls::crypto::aws_lc_rs::default_provider().signature_verification_algorithms;
+        let algorithms = provider().signature_verification_algorithms;
         rustls::crypto::verify_tls13_signature(message, certificate, signature, &algorithms)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        rustls::crypto::aws_lc_rs::default_provider().signature_verification_algorithms.supported_schemes()
+        provider().signature_verification_algorithms.supported_schemes()
     }
 }
 

@@ -1,5 +1,7 @@
 //! The lease: rows held by an open transaction.
 
+use std::collections::HashSet;
+
 use diesel::sql_types::{Array, BigInt, Double, Integer, Nullable, Text};
 use diesel::{QueryableByName, sql_query};
 use diesel_async::{AnsiTransactionManager, AsyncPgConnection, RunQueryDsl as _, TransactionManager as _};
@@ -8,7 +10,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use super::{Connection, DatabaseError, Pool};
 use crate::delivery::backoff;
 use crate::delivery::plan::{Outcome, Row};
-use crate::tuple::{Intent, InvalidIntent};
+use crate::tuple::{Intent, InvalidIntent, TupleKey};
 
 /// A lease takes no more rows than come to this many bytes of payload (but always one), so that memory is bounded by
 /// the leases in flight.
@@ -34,6 +36,8 @@ pub(crate) struct Lease {
 pub(crate) struct Claim {
     /// Only new rows with a higher `id`; a hint that spares looking at rows that were just leased.
     pub(crate) after: i64,
+    /// Only failed rows with a higher `id`.
+    pub(crate) failed_after: i64,
     /// How many rows at most.
     pub(crate) rows: i64,
 }
@@ -43,6 +47,8 @@ pub(crate) struct Claimed {
     pub(crate) lease: Option<Lease>,
     /// The highest `id` that was claimed because it was new.
     pub(crate) last_new: Option<i64>,
+    /// The highest `id` that was claimed.
+    pub(crate) last: i64,
     /// Whether there may be more of the same kind.
     pub(crate) full: bool,
 }
@@ -51,11 +57,13 @@ pub(crate) struct Claimed {
 /// delivered, waiting or refused) is not looked at, as long as `$1` is past it.
 const CLAIM: &str = "
     WITH due AS MATERIALIZED (
-        SELECT id, attempts, payload::text AS payload, false AS new FROM fga_outbox
-        WHERE processed_at IS NULL AND next_attempt_at <= now()
+        SELECT id, coalesce(attempts, 0) AS attempts, coalesce(payload::text, 'null') AS payload, false AS new
+        FROM fga_outbox
+        WHERE processed_at IS NULL AND next_attempt_at <= now() AND id > $5
         ORDER BY next_attempt_at LIMIT ($2 + 1) / 2 FOR UPDATE SKIP LOCKED
     ), new AS MATERIALIZED (
-        SELECT id, attempts, payload::text AS payload, true AS new FROM fga_outbox
+        SELECT id, coalesce(attempts, 0) AS attempts, coalesce(payload::text, 'null') AS payload, true AS new
+        FROM fga_outbox
         WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id > $1
         ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED
     ), leased AS (
@@ -66,7 +74,7 @@ const CLAIM: &str = "
         SELECT *, sum(least(bytes, $4)) OVER (ORDER BY id) AS so_far, row_number() OVER (ORDER BY id) AS nth FROM leased
     )
     SELECT id, attempts, new, bytes, CASE WHEN bytes <= $4 THEN payload END AS payload FROM room
-    WHERE so_far <= $3 OR nth = 1";
+    WHERE nth <= $2 AND (so_far <= $3 OR nth = 1)";
 
 #[derive(QueryableByName)]
 struct ClaimedRow {
@@ -92,19 +100,21 @@ pub(crate) async fn claim(pool: &Pool, what: Claim, room: OwnedSemaphorePermit) 
         .bind::<BigInt, _>(what.rows)
         .bind::<BigInt, _>(MAX_LEASE_BYTES)
         .bind::<BigInt, _>(MAX_PAYLOAD_BYTES)
+        .bind::<BigInt, _>(what.failed_after)
         .load(&mut connection)
         .await?;
     if claimed.is_empty() {
         AnsiTransactionManager::rollback_transaction(&mut *connection).await?;
-        return Ok(Claimed { lease: None, last_new: None, full: false });
+        return Ok(Claimed { lease: None, last_new: None, last: i64::MIN, full: false });
     }
     let last_new = claimed.iter().filter(|row| row.new).map(|row| row.id).max();
     let new = claimed.iter().filter(|row| row.new).count() as i64;
     let bytes: i64 = claimed.iter().map(|row| row.bytes).sum();
     // Rows left out for their size count, too.
     let full = new >= what.rows || bytes >= MAX_LEASE_BYTES / 2 || claimed.len() as i64 > new;
+    let last = claimed.iter().map(|row| row.id).max().unwrap_or(i64::MIN);
     let rows = claimed.into_iter().map(ClaimedRow::read).collect();
-    Ok(Claimed { lease: Some(Lease { connection, rows, _room: room }), last_new, full })
+    Ok(Claimed { lease: Some(Lease { connection, rows, _room: room }), last_new, last, full })
 }
 
 impl ClaimedRow {
@@ -143,11 +153,78 @@ impl Lease {
     }
 }
 
+/// An undelivered row that is not in a lease and can contradict one of it.
+pub(crate) struct Ahead {
+    pub(crate) id: i64,
+    pub(crate) intent: Intent,
+    /// It has failed before: waiting for its time, or due. Otherwise it is new, and most likely somebody else's.
+    pub(crate) again: bool,
+}
+
+/// New rows from `$1` to `$2`, and failed ones, that are not among `$3`; refused ones lie in neither's way. Of
+/// these, those that can contradict a lease: rows about one of its objects (`$5`), and where it only writes
+/// unconditionally (`$4`), as most do, rows with deletes or conditions.
+const AHEAD: &str = "
+    SELECT id, again, payload::text AS payload FROM (
+        SELECT id, payload, false AS again FROM fga_outbox
+        WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id >= $1 AND id < $2 AND id <> ALL($3)
+        UNION ALL
+        SELECT id, payload, true AS again FROM fga_outbox
+        WHERE processed_at IS NULL AND next_attempt_at < 'infinity' AND id <> ALL($3)
+    ) AS ahead
+    WHERE (NOT $4 OR payload ? 'deletes' OR payload @? '$.writes[*].condition')
+        AND EXISTS (SELECT FROM jsonb_path_query(payload, '$.*[*].object') AS object WHERE object #>> '{}' = ANY($5))";
+
+#[derive(QueryableByName)]
+struct AheadRow {
+    #[diesel(sql_type = BigInt)]
+    id: i64,
+    #[diesel(sql_type = diesel::sql_types::Bool)]
+    again: bool,
+    #[diesel(sql_type = Text)]
+    payload: String,
+}
+
+const ALONG: &str = "
+    SELECT id, coalesce(attempts, 0) AS attempts, false AS new, octet_length(payload::text)::bigint AS bytes,
+        payload::text AS payload
+    FROM fga_outbox WHERE id = ANY($1) AND processed_at IS NULL ORDER BY id FOR UPDATE SKIP LOCKED";
+
+impl Lease {
+    /// The undelivered rows that can contradict one of these: new ones before the last of these, from this id on, and
+    /// whichever have failed before.
+    pub(crate) async fn look_ahead(&mut self, rows: &[Row], from: i64) -> Result<Vec<Ahead>, DatabaseError> {
+        let intents = || rows.iter().filter_map(|row| row.intent.as_ref().ok());
+        let Some(last) = rows.iter().map(|row| row.id).max() else { return Ok(Vec::new()) };
+        let plain = intents().all(|intent| {
+            intent.deletes().is_empty() && intent.writes().iter().all(|tuple| tuple.condition().is_none())
+        });
+        let objects: HashSet<&str> = intents().flat_map(Intent::keys).map(TupleKey::object).collect();
+        let ahead: Vec<AheadRow> = sql_query(AHEAD)
+            .bind::<BigInt, _>(from)
+            .bind::<BigInt, _>(last)
+            .bind::<Array<BigInt>, _>(rows.iter().map(|row| row.id).collect::<Vec<_>>())
+            .bind::<diesel::sql_types::Bool, _>(plain)
+            .bind::<Array<Text>, _>(objects.into_iter().collect::<Vec<_>>())
+            .load(&mut self.connection)
+            .await?;
+        let read =
+            |row: AheadRow| Some(Ahead { id: row.id, intent: Intent::from_json(&row.payload).ok()?, again: row.again });
+        Ok(ahead.into_iter().filter_map(read).collect())
+    }
+
+    /// Leases these rows, too, as far as nobody else holds them.
+    pub(crate) async fn take_along(&mut self, ids: &[i64]) -> Result<Vec<Row>, DatabaseError> {
+        let rows: Vec<ClaimedRow> = sql_query(ALONG).bind::<Array<BigInt>, _>(ids).load(&mut self.connection).await?;
+        Ok(rows.into_iter().map(ClaimedRow::read).collect())
+    }
+}
+
 /// `now()` is when the lease began: what is recorded happened later.
 const DELIVERED: &str = "
     UPDATE fga_outbox SET processed_at = clock_timestamp(), next_attempt_at = NULL WHERE id = ANY($1)";
 const FAILED: &str = "
-    UPDATE fga_outbox SET attempts = attempts + 1, last_error = failed.reason,
+    UPDATE fga_outbox SET attempts = least(coalesce(attempts, 0), 2147483646) + 1, last_error = failed.reason,
         next_attempt_at = coalesce(clock_timestamp() + failed.seconds * interval '1 second', 'infinity'),
         refused_model_id = CASE WHEN failed.seconds IS NULL THEN $4 END
     FROM unnest($1, $2, $3) AS failed (id, reason, seconds) WHERE fga_outbox.id = failed.id";

@@ -1,6 +1,6 @@
 //! The table's migrations: diesel's, embedded.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use diesel::migration::{Migration, MigrationVersion};
 use diesel::pg::Pg;
@@ -71,10 +71,16 @@ async fn lock(connection: &mut AsyncPgConnection) -> Result<(), DatabaseError> {
         #[diesel(sql_type = Bool)]
         locked: bool,
     }
+    let began = Instant::now();
+    let mut said = false;
     loop {
         let query = sql_query("SELECT pg_try_advisory_lock($1) AS locked").bind::<BigInt, _>(MIGRATION_LOCK);
         if query.get_result::<Locked>(connection).await?.locked {
             return Ok(());
+        }
+        if !said && began.elapsed() > Duration::from_secs(5) {
+            tracing::warn!("waiting for another process that runs these migrations");
+            said = true;
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
@@ -89,8 +95,7 @@ async fn drop_unfinished_indexes(connection: &mut AsyncPgConnection) -> Result<(
     }
     let unfinished: Vec<Unfinished> = sql_query(
         "SELECT quote_ident(c.relname) AS name FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
-             JOIN pg_namespace n ON n.oid = c.relnamespace
-         WHERE NOT i.indisvalid AND n.nspname = current_schema()
+         WHERE NOT i.indisvalid AND i.indrelid = to_regclass('fga_outbox')
              AND c.relname IN ('fga_outbox_retry_idx', 'fga_outbox_pending_idx')",
     )
     .load(connection)
@@ -116,7 +121,7 @@ fn run_one(
     harness: &mut AsyncMigrationHarness<AsyncPgConnection>,
     migration: &dyn Migration<Pg>,
 ) -> diesel::migration::Result<()> {
-    let began = std::time::Instant::now();
+    let began = Instant::now();
     loop {
         match harness.run_migration(migration) {
             Err(error) if error.to_string().contains("lock timeout") && began.elapsed() < PATIENCE => {

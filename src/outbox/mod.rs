@@ -2,6 +2,7 @@
 
 mod connect;
 mod enqueue;
+mod horizon;
 mod lease;
 mod migrate;
 mod report;
@@ -14,9 +15,10 @@ use diesel::result::DatabaseErrorKind;
 pub use connect::DatabaseUrl;
 pub(crate) use connect::{Connection, Pool};
 pub use enqueue::enqueue_all;
-pub(crate) use lease::{Claim, Lease, claim};
+pub(crate) use horizon::Horizon;
+pub(crate) use lease::{Ahead, Claim, Claimed, Lease, claim};
 pub use migrate::{Migrated, migrate};
-pub(crate) use report::{Left, left};
+pub(crate) use report::{Left, last_id, left};
 pub use report::{Reason, Status, status};
 pub(crate) use requeue::requeue_older;
 pub use requeue::{Listed, Requeue, Undelivered, list, requeue};
@@ -31,6 +33,9 @@ pub enum DatabaseError {
     /// No connection could be made.
     #[error("can't connect to Postgres: {0}")]
     Unreachable(String),
+    /// The server does not let us in, or has no such database.
+    #[error("Postgres refuses the connection: {0}")]
+    Rejected(String),
     /// The table, or a column of it, is not there.
     #[error("{0}: run 'fga-outbox migrate' on this database first")]
     NotMigrated(String),
@@ -46,7 +51,13 @@ impl From<diesel::result::Error> for DatabaseError {
     fn from(error: diesel::result::Error) -> Self {
         use diesel::result::Error::DatabaseError as Database;
         match &error {
-            Database(DatabaseErrorKind::ClosedConnection, info) => Self::Unreachable(info.message().to_owned()),
+            // What becomes of a statement whose connection is gone, and of one whose server is being shut down.
+            Database(DatabaseErrorKind::ClosedConnection | DatabaseErrorKind::UnableToSendCommand, info) => {
+                Self::Unreachable(info.message().to_owned())
+            }
+            Database(_, info) if info.message().starts_with("terminating connection") => {
+                Self::Unreachable(info.message().to_owned())
+            }
             // "undefined_table" and "undefined_column" have no kind of their own.
             Database(_, info)
                 if info.message().ends_with("does not exist") && info.message().contains("fga_outbox") =>

@@ -70,7 +70,7 @@ pub async fn status(connection: &mut AsyncPgConnection) -> Result<(Status, Vec<R
     Ok((status, reasons.load(connection).await?))
 }
 
-/// How many rows are not delivered, by state.
+/// How many rows are not delivered, by state; ready ones up to some `id`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, QueryableByName)]
 pub(crate) struct Left {
     #[diesel(sql_type = BigInt)]
@@ -81,13 +81,24 @@ pub(crate) struct Left {
     pub(crate) refused: i64,
 }
 
-/// As [`status`], without what grows with the delivered rows.
-pub(crate) async fn left(connection: &mut AsyncPgConnection) -> Result<Left, DatabaseError> {
+/// As [`status`], without what grows with the delivered rows, and with the ready rows only up to this `id`.
+pub(crate) async fn left(connection: &mut AsyncPgConnection, until: i64) -> Result<Left, DatabaseError> {
     let left = sql_query(
-        "SELECT count(*) FILTER (WHERE next_attempt_at IS NULL OR next_attempt_at <= now()) AS ready,
+        "SELECT count(*) FILTER (WHERE (next_attempt_at IS NULL OR next_attempt_at <= now()) AND id <= $1) AS ready,
              count(*) FILTER (WHERE next_attempt_at > now() AND next_attempt_at < 'infinity') AS waiting,
              count(*) FILTER (WHERE next_attempt_at = 'infinity') AS refused
          FROM fga_outbox WHERE processed_at IS NULL",
     );
-    Ok(left.get_result(connection).await?)
+    Ok(left.bind::<BigInt, _>(until).get_result(connection).await?)
+}
+
+/// The highest `id` of the table, delivered or not.
+pub(crate) async fn last_id(connection: &mut AsyncPgConnection) -> Result<i64, DatabaseError> {
+    #[derive(QueryableByName)]
+    struct Last {
+        #[diesel(sql_type = Nullable<BigInt>)]
+        id: Option<i64>,
+    }
+    let last: Last = sql_query("SELECT max(id) AS id FROM fga_outbox").get_result(connection).await?;
+    Ok(last.id.unwrap_or(i64::MIN))
 }

@@ -29,13 +29,13 @@ struct Count {
 /// an older model than this.
 const STUCK: &str = "
     SELECT id FROM fga_outbox
-    WHERE processed_at IS NULL AND next_attempt_at IS NOT NULL
+    WHERE processed_at IS NULL AND next_attempt_at > now()
         AND (next_attempt_at = 'infinity' OR NOT $1)
         AND ($2 IS NULL OR id = ANY($2))
         AND ($3 IS NULL OR strpos(last_error, $3) > 0)
         AND ($4 IS NULL OR coalesce(refused_model_id, '') COLLATE \"C\" < $4)";
 
-/// Makes rows ready again, in one statement, safe beside running engines. Their `attempts` and `last_error` stay. Gives
+/// Makes rows ready again, due now, in one statement, safe beside running engines. Their `attempts` and `last_error` stay. Gives
 /// how many; with `dry_run`, how many there are, and changes nothing.
 ///
 /// # Errors
@@ -68,7 +68,7 @@ async fn requeue_stuck(
     } else {
         format!(
             "WITH requeued AS (
-                 UPDATE fga_outbox SET next_attempt_at = NULL
+                 UPDATE fga_outbox SET next_attempt_at = now()
                  WHERE id IN ({STUCK} FOR UPDATE SKIP LOCKED) RETURNING 1
              ) SELECT count(*) AS rows FROM requeued"
         )
@@ -145,7 +145,8 @@ pub async fn list(
         Undelivered::Refused => "next_attempt_at = 'infinity'",
     };
     let rows: Vec<ListedRow> = sql_query(format!(
-        "SELECT id, attempts, last_error AS reason, left(payload::text, $2) AS payload,
+        "SELECT id, coalesce(attempts, 0) AS attempts, last_error AS reason,
+             coalesce(left(payload::text, $2), 'null') AS payload,
              extract(epoch FROM now() - created_at)::float8 AS age_seconds,
              CASE WHEN next_attempt_at > now() AND next_attempt_at < 'infinity'
                  THEN extract(epoch FROM next_attempt_at - now())::float8 END AS next_attempt_seconds

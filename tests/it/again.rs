@@ -23,12 +23,12 @@ fn model_with_planets() -> Value {
 }
 
 /// An engine that follows the store's latest model, and looks for it again at once.
-fn following(bed: &Bed) -> Engine {
+fn following(bed: &Bed, model_interval: Duration) -> Engine {
     Engine::builder()
         .database_url(bed.database.url())
         .api_url(bed.store.api_url())
         .store_id(bed.store.store_id())
-        .model_interval(Duration::from_millis(50))
+        .model_interval(model_interval)
         .poll_interval(Duration::from_millis(20))
         .start()
         .unwrap()
@@ -38,7 +38,7 @@ fn following(bed: &Bed) -> Engine {
 async fn a_new_model_brings_refused_rows_back_by_itself() {
     let bed = Bed::new(Flavor::Memory).await;
     let id = bed.insert(&on_planet("anne")).await;
-    let engine = following(&bed);
+    let engine = following(&bed, Duration::from_millis(50));
     eventually(async || bed.state(id).await.refused).await;
     bed.store.write_model(&model_with_planets()).await;
     eventually(async || bed.state(id).await.delivered).await;
@@ -60,16 +60,16 @@ async fn a_new_model_is_noticed_on_start_and_the_same_one_changes_nothing() {
 }
 
 #[tokio::test]
-async fn an_engine_that_still_has_the_old_model_does_not_undo_it() {
+async fn an_engine_that_follows_a_new_model_later_does_not_undo_it() {
     let bed = Bed::new(Flavor::Memory).await;
     let id = bed.insert(&on_planet("anne")).await;
-    let old = bed.builder().poll_interval(Duration::from_millis(5)).start().unwrap();
+    let slow = following(&bed, Duration::from_millis(80));
     eventually(async || bed.state(id).await.refused).await;
     bed.store.write_model(&model_with_planets()).await;
-    let new = following(&bed);
+    let quick = following(&bed, Duration::from_millis(50));
     eventually(async || bed.state(id).await.delivered).await;
-    old.stop().await;
-    new.stop().await;
+    slow.stop().await;
+    quick.stop().await;
 }
 
 #[tokio::test]

@@ -44,6 +44,16 @@ impl Bed {
         client.query_one(sql, &[&payload.to_string()]).await.unwrap().get(0)
     }
 
+    /// Inserts this many rows, each with a tuple of its own, in one statement.
+    pub async fn insert_many(&self, rows: i32) {
+        let sql = format!(
+            "INSERT INTO fga_outbox (payload) SELECT jsonb_build_object('writes', jsonb_build_array(jsonb_build_object(
+                'user', 'user:' || n, 'relation', 'viewer', 'object', 'document:' || n)))
+             FROM generate_series(1, {rows}) n"
+        );
+        self.database.execute(&sql).await;
+    }
+
     /// Drains with an engine of its own.
     pub async fn drain(&self) -> Drained {
         let engine = self.engine();

@@ -10,14 +10,6 @@ use crate::bed::{Bed, write};
 use crate::command_line::on;
 use crate::support::{Cluster, Flavor, Server, eventually, within_deadline};
 
-async fn insert_many(bed: &Bed, rows: i32) {
-    let sql = format!(
-        "INSERT INTO fga_outbox (payload) SELECT jsonb_build_object('writes', jsonb_build_array(jsonb_build_object(
-            'user', 'user:' || n, 'relation', 'viewer', 'object', 'document:' || n))) FROM generate_series(1, {rows}) n"
-    );
-    bed.database.execute(&sql).await;
-}
-
 const UNTOUCHED: &str = "SELECT count(*) FROM fga_outbox WHERE attempts = 0 AND last_error IS NULL
     AND next_attempt_at IS NULL";
 
@@ -25,7 +17,7 @@ const UNTOUCHED: &str = "SELECT count(*) FROM fga_outbox WHERE attempts = 0 AND 
 async fn an_unreachable_server_costs_no_row_an_attempt() {
     let server = Server::start_private(Flavor::Memory, &[]).await;
     let bed = Bed::on(&server).await;
-    insert_many(&bed, 500).await;
+    bed.insert_many(500).await;
     server.kill().await;
     let engine = bed.engine();
     eventually(async || engine.stats().paused.is_some()).await;
@@ -40,7 +32,7 @@ async fn an_unreachable_server_costs_no_row_an_attempt() {
 async fn delivery_goes_on_by_itself_when_the_server_is_back() {
     let server = Server::start_private(Flavor::Postgres, &[]).await;
     let bed = Bed::on(&server).await;
-    insert_many(&bed, 5_000).await;
+    bed.insert_many(5_000).await;
     let engine = bed.engine();
     eventually(async || engine.stats().delivered > 0).await;
     server.kill().await;
@@ -58,7 +50,7 @@ async fn delivery_goes_on_by_itself_when_the_server_is_back() {
 async fn an_outage_is_a_few_lines_in_the_log() {
     let server = Server::start_private(Flavor::Postgres, &[]).await;
     let bed = Bed::on(&server).await;
-    insert_many(&bed, 20_000).await;
+    bed.insert_many(20_000).await;
     let mut running = on(&bed, &["run"]).stderr(Stdio::piped()).spawn().unwrap();
     let left = "SELECT count(*) FROM fga_outbox WHERE processed_at IS NULL";
     for outage in 1..=3 {
@@ -72,11 +64,27 @@ async fn an_outage_is_a_few_lines_in_the_log() {
     let log = std::io::read_to_string(running.stderr.take().unwrap()).unwrap();
     running.wait().unwrap();
     let lines = |part: &str| log.lines().filter(|line| line.contains(part)).count();
-    assert_eq!(lines("pausing and probing"), 3, "{log}");
-    assert_eq!(lines("OpenFGA can be used again"), 3, "{log}");
+    // Those that follow at once upon another count as one.
+    assert!((1..=3).contains(&lines("pausing and probing")), "{log}");
+    assert_eq!(lines("OpenFGA can be used again"), lines("pausing and probing"), "{log}");
     assert!(log.lines().count() < 20, "{log}");
     assert_eq!(bed.database.query_one::<i64>(UNTOUCHED).await, 20_000);
     assert_eq!(bed.store.read_all().await.len(), 20_000);
+}
+
+#[tokio::test]
+async fn a_row_that_cannot_be_recorded_does_not_keep_the_others() {
+    let bed = Bed::new(Flavor::Memory).await;
+    bed.insert_many(50).await;
+    let veto = "CREATE FUNCTION veto() RETURNS trigger LANGUAGE plpgsql AS $$
+            BEGIN IF NEW.id = 7 THEN RAISE EXCEPTION 'not this one'; END IF; RETURN NEW; END $$;
+        CREATE TRIGGER veto BEFORE UPDATE ON fga_outbox FOR EACH ROW EXECUTE FUNCTION veto()";
+    bed.database.execute(veto).await;
+    let engine = bed.engine();
+    eventually(async || engine.stats().delivered == 49).await;
+    bed.database.execute("DROP TRIGGER veto ON fga_outbox").await;
+    eventually(async || engine.stats().delivered == 50).await;
+    engine.stop().await;
 }
 
 #[tokio::test]
@@ -121,7 +129,7 @@ async fn a_wrong_store_model_or_token_pauses_and_says_why() {
 #[tokio::test]
 async fn every_actor_comes_back_after_a_panic() {
     let bed = Bed::new(Flavor::Postgres).await;
-    insert_many(&bed, 3_000).await;
+    bed.insert_many(3_000).await;
     let engine = bed.engine();
     for actor in ["claimer", "deliverer", "ledger", "claimer", "deliverer", "ledger"] {
         let before = engine.stats().restarts;
@@ -144,7 +152,7 @@ async fn postgres_may_restart() {
     let store = crate::support::Store::new(Flavor::Postgres).await;
     let bed = Bed { database: cluster.database().await, store };
     fga_outbox::migrate(&bed.database.url().parse().unwrap()).await.unwrap();
-    insert_many(&bed, 5_000).await;
+    bed.insert_many(5_000).await;
     let engine = bed.engine();
     eventually(async || engine.stats().delivered > 0).await;
     cluster.stop_immediate().await;

@@ -20,6 +20,19 @@ async fn it_runs_on_threads_of_its_own_where_there_is_no_system() {
     engine.stop().await;
 }
 
+#[test]
+fn it_starts_where_there_is_no_runtime_at_all() {
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let bed = runtime.block_on(Bed::new(Flavor::Memory));
+    let engine = bed.engine();
+    runtime.block_on(async {
+        bed.insert(&write("anne", "1")).await;
+        within_deadline(engine.drain()).await.unwrap();
+        engine.stop().await;
+    });
+    assert_eq!(engine.stats().delivered, 1);
+}
+
 #[actix_rt::test]
 async fn it_runs_in_the_applications_own_system() {
     let bed = Bed::new(Flavor::Memory).await;
@@ -64,9 +77,7 @@ async fn stopping_waits_for_requests_in_flight_and_gives_the_rest_back() {
     let engine = bed.engine();
     within_deadline(engine.drain()).await.unwrap();
     server.pause().await;
-    for at in 0..300 {
-        bed.insert(&write("anne", &at.to_string())).await;
-    }
+    bed.insert_many(300).await;
     engine.nudge();
     eventually(async || engine.stats().requests > 0).await;
     let stopping = tokio::spawn({

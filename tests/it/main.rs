@@ -1,10 +1,15 @@
 //! The promises, each against real Postgres and real OpenFGA.
 
+mod access;
+mod again;
+mod answers;
 mod bed;
 mod command_line;
 mod crowd;
 mod delivery;
 mod failures;
+mod isolation;
 mod life;
 mod migrations;
+mod ordering;
 mod support;

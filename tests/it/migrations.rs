@@ -25,7 +25,7 @@ fn url(database: &Database) -> DatabaseUrl {
 #[tokio::test]
 async fn a_new_table_is_exactly_the_contract() {
     let database = Database::new().await;
-    assert_eq!(migrate(&url(&database)).await.unwrap().run.len(), 4);
+    assert_eq!(migrate(&url(&database)).await.unwrap().run.len(), 5);
     assert_eq!(
         database.query_one::<String>(COLUMNS).await,
         "id bigint NO nextval('fga_outbox_id_seq'::regclass), payload jsonb NO, \
@@ -67,6 +67,9 @@ async fn a_table_that_differs_is_left_alone() {
         ("ALTER COLUMN payload TYPE text", "column payload is text, not jsonb"),
         ("ALTER COLUMN id TYPE integer", "column id is integer, not bigint"),
         ("ALTER COLUMN processed_at SET NOT NULL", "column processed_at is NOT NULL"),
+        ("ADD COLUMN next_attempt_at timestamptz DEFAULT now()", "column next_attempt_at has a default"),
+        ("ADD COLUMN refused_model_id text NOT NULL", "column refused_model_id is NOT NULL"),
+        ("DROP CONSTRAINT fga_outbox_pkey", "column id is not unique"),
         ("ADD COLUMN next_attempt_at text", "column next_attempt_at is text, not timestamp with time zone"),
     ] {
         let database = Database::new().await;
@@ -90,7 +93,7 @@ async fn running_them_again_or_at_once_does_nothing() {
     let (a, b, c) = tokio::join!(migrate(&url), migrate(&url), migrate(&url));
     let mut run: Vec<usize> = [a, b, c].into_iter().map(|migrated| migrated.unwrap().run.len()).collect();
     run.sort_unstable();
-    assert_eq!(run, [0, 0, 4]);
+    assert_eq!(run, [0, 0, 5]);
     assert!(migrate(&url).await.unwrap().run.is_empty());
 }
 
@@ -111,6 +114,17 @@ async fn a_schema_of_ones_own_works_by_url_and_by_setting() {
     let missing = url(&database).with_schema("nowhere");
     let error = migrate(&missing).await.unwrap_err().to_string();
     assert!(error.contains("nowhere"), "{error}");
+}
+
+#[tokio::test]
+async fn a_table_that_the_search_path_finds_elsewhere_is_not_shadowed() {
+    let database = Database::new().await;
+    database.execute(&format!("{FOREIGN}; CREATE SCHEMA mine")).await;
+    let url: DatabaseUrl = format!("{}?search_path=mine,public", database.url()).parse().unwrap();
+    migrate(&url).await.unwrap();
+    let tables = "SELECT schemaname::text FROM pg_tables WHERE tablename = 'fga_outbox'";
+    assert_eq!(database.query_all::<String>(tables).await, ["public"]);
+    assert_eq!(database.query_all::<String>(INDEXES).await.len(), 3);
 }
 
 #[tokio::test]
@@ -143,7 +157,7 @@ async fn a_busy_table_is_waited_for_without_blocking_its_writers() {
     database.execute("INSERT INTO fga_outbox (payload) VALUES ('{}')").await;
     assert!(!migrating.is_finished());
     reader.commit().await.unwrap();
-    assert_eq!(migrating.await.unwrap().unwrap().run.len(), 4);
+    assert_eq!(migrating.await.unwrap().unwrap().run.len(), 5);
 }
 
 #[tokio::test]

@@ -1,0 +1,101 @@
+//! Which rows of a lease have to wait for rows that somebody else has, so that the last intent wins.
+//!
+//! Two rows contradict each other where one writes a key and the other deletes it, or both write it under different
+//! conditions; the one with the higher `id` wins, so it must reach OpenFGA last. Equal intents need no order.
+
+use std::collections::{HashMap, HashSet};
+
+use crate::delivery::plan::{Row, State};
+use crate::tuple::{Intent, TupleKey};
+
+/// The ids of the rows that can't be sent yet, because an earlier row contradicts them that is not delivered and is not
+/// in this lease, or is but has to wait itself. `ahead` are those earlier ones; rows are in the order of their ids.
+pub(crate) fn blocked(rows: &[Row], ahead: &[(i64, Intent)]) -> HashSet<i64> {
+    let mut undecided: HashMap<&TupleKey, Vec<(i64, State)>> = HashMap::new();
+    for (id, intent) in ahead {
+        claims(intent).for_each(|(key, to)| undecided.entry(key).or_default().push((*id, to)));
+    }
+    let mut blocked = HashSet::new();
+    for row in rows {
+        let Ok(intent) = &row.intent else { continue };
+        let waits = claims(intent).any(|(key, to)| {
+            undecided.get(key).is_some_and(|earlier| earlier.iter().any(|(id, other)| *id < row.id && *other != to))
+        });
+        if waits {
+            blocked.insert(row.id);
+            claims(intent).for_each(|(key, to)| undecided.entry(key).or_default().push((row.id, to)));
+        }
+    }
+    blocked
+}
+
+/// Whether these two rows contradict each other.
+pub(crate) fn contradict(a: &Intent, b: &Intent) -> bool {
+    let ours: HashMap<&TupleKey, State> = claims(a).collect();
+    claims(b).any(|(key, to)| ours.get(key).is_some_and(|other| *other != to))
+}
+
+/// What each key of an intent is to become. One that it deletes and writes ends written.
+fn claims(intent: &Intent) -> impl Iterator<Item = (&TupleKey, State)> {
+    let writes = intent.writes().iter().map(|tuple| (tuple.key(), State::Present(tuple.condition().cloned())));
+    let deletes = intent.deletes().iter().filter(|key| intent.writes().iter().all(|tuple| tuple.key() != *key));
+    writes.chain(deletes.map(|key| (key, State::Absent)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tuple::{Condition, Tuple};
+
+    fn key(name: &str) -> TupleKey {
+        TupleKey::new(format!("user:{name}"), "viewer", "document:1").unwrap()
+    }
+
+    fn write(name: &str) -> Intent {
+        Intent::write(key(name).try_into().unwrap())
+    }
+
+    fn delete(name: &str) -> Intent {
+        Intent::delete(key(name))
+    }
+
+    fn both(written: &str, deleted: &str) -> Intent {
+        Intent::new(vec![Tuple::try_from(key(written)).unwrap()], vec![key(deleted)]).unwrap()
+    }
+
+    fn waiting(rows: Vec<(i64, Intent)>, ahead: &[(i64, Intent)]) -> Vec<i64> {
+        let rows: Vec<Row> = rows.into_iter().map(|(id, intent)| Row { id, attempts: 0, intent: Ok(intent) }).collect();
+        let mut waiting: Vec<i64> = blocked(&rows, ahead).into_iter().collect();
+        waiting.sort_unstable();
+        waiting
+    }
+
+    #[test]
+    fn a_row_waits_for_an_earlier_one_that_contradicts_it_and_for_no_other() {
+        let ahead = [(5, write("anne"))];
+        assert_eq!(waiting(vec![(9, delete("anne"))], &ahead), [9]);
+        assert_eq!(waiting(vec![(9, write("anne"))], &ahead), [0; 0]);
+        assert_eq!(waiting(vec![(9, delete("bob"))], &ahead), [0; 0]);
+        assert_eq!(waiting(vec![(3, delete("anne"))], &ahead), [0; 0], "the later one waits, not the earlier");
+    }
+
+    #[test]
+    fn what_contradicts_a_row_that_waits_waits_too() {
+        let ahead = [(1, write("anne"))];
+        // 4 does not contradict the row ahead, but 2, which waits.
+        let rows = vec![(2, delete("anne")), (3, write("bob")), (4, write("anne"))];
+        assert_eq!(waiting(rows, &ahead), [2, 4]);
+        // 3 shares no key with the row ahead, but with 2, which waits as a whole.
+        assert_eq!(waiting(vec![(2, both("bob", "anne")), (3, delete("bob"))], &ahead), [2, 3]);
+    }
+
+    #[test]
+    fn another_condition_contradicts_and_a_key_deleted_and_written_is_written() {
+        let in_office =
+            Intent::write(Tuple::try_from(key("anne")).unwrap().with_condition(Condition::new("ok").unwrap()));
+        assert!(contradict(&write("anne"), &in_office));
+        assert!(!contradict(&in_office, &in_office));
+        assert!(!contradict(&both("anne", "anne"), &write("anne")));
+        assert!(contradict(&both("anne", "anne"), &delete("anne")));
+    }
+}

@@ -1,0 +1,158 @@
+//! The last intent wins, whoever delivers it.
+
+use std::process::Stdio;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::bed::{Bed, delete, write};
+use crate::command_line::on;
+use crate::support::{Flavor, eventually, within_deadline};
+
+const LEFT: &str = "SELECT count(*) FROM fga_outbox WHERE processed_at IS NULL";
+
+/// Grants and revocations, each contradicted a few milliseconds later, while deliverers are at work.
+async fn contradict_many(bed: &Bed, pairs: usize) {
+    let client = bed.database.client().await;
+    let insert = "INSERT INTO fga_outbox (payload) VALUES ($1::text::jsonb)";
+    let insert = client.prepare(insert).await.unwrap();
+    let enqueue = async |payload: Value| {
+        client.execute(&insert, &[&payload.to_string()]).await.unwrap();
+    };
+    for at in 0..pairs {
+        let (granted, revoked) = (format!("granted{at}"), format!("revoked{at}"));
+        enqueue(delete(&granted, "1")).await;
+        enqueue(write(&revoked, "1")).await;
+        // Part of what is tested: the second intent comes while the first one is on its way.
+        tokio::time::sleep(Duration::from_micros(rand::random_range(0..8_000))).await;
+        enqueue(write(&granted, "1")).await;
+        enqueue(delete(&revoked, "1")).await;
+    }
+}
+
+async fn all_are_as_last_intended(bed: &Bed, pairs: usize) {
+    let users: Vec<String> =
+        bed.store.read_all().await.iter().map(|key| key["user"].as_str().unwrap().to_owned()).collect();
+    let back: Vec<&String> = users.iter().filter(|user| user.starts_with("user:revoked")).collect();
+    assert_eq!(back, Vec::<&String>::new(), "revoked permissions came back");
+    assert_eq!(users.len(), pairs, "granted permissions are missing");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn engines_side_by_side_never_bring_a_revoked_permission_back() {
+    let bed = Bed::new(Flavor::Postgres).await;
+    let engines: Vec<_> =
+        (0..3).map(|_| bed.builder().poll_interval(Duration::from_millis(1)).start().unwrap()).collect();
+    contradict_many(&bed, 300).await;
+    for engine in &engines {
+        within_deadline(engine.drain()).await.unwrap();
+    }
+    for engine in engines {
+        engine.stop().await;
+    }
+    assert_eq!(bed.database.query_one::<i64>(LEFT).await, 0);
+    all_are_as_last_intended(&bed, 300).await;
+}
+
+#[tokio::test]
+async fn processes_side_by_side_never_bring_a_revoked_permission_back() {
+    let bed = Bed::new(Flavor::Postgres).await;
+    let mut processes: Vec<_> = (0..2).map(|_| on(&bed, &["run"]).stderr(Stdio::null()).spawn().unwrap()).collect();
+    contradict_many(&bed, 300).await;
+    eventually(async || bed.database.query_one::<i64>(LEFT).await == 0).await;
+    for process in &mut processes {
+        process.kill().unwrap();
+        process.wait().unwrap();
+    }
+    all_are_as_last_intended(&bed, 300).await;
+}
+
+#[tokio::test]
+async fn a_row_waits_for_an_earlier_one_that_somebody_else_holds() {
+    let bed = Bed::new(Flavor::Memory).await;
+    let grant = bed.insert(&write("anne", "1")).await;
+    let revocation = bed.insert(&delete("anne", "1")).await;
+    let other = bed.insert(&write("bob", "1")).await;
+    let mut foreign = bed.database.client().await;
+    let holder = foreign.transaction().await.unwrap();
+    holder.execute("SELECT 1 FROM fga_outbox WHERE id = $1 FOR UPDATE", &[&grant]).await.unwrap();
+    let engine = bed.engine();
+    eventually(async || bed.state(other).await.delivered).await;
+    // The foreign drain is about to send the grant: a revocation sent now would be undone.
+    assert!(!bed.state(revocation).await.delivered);
+    holder.execute("UPDATE fga_outbox SET processed_at = now() WHERE id = $1", &[&grant]).await.unwrap();
+    holder.commit().await.unwrap();
+    within_deadline(engine.drain()).await.unwrap();
+    assert!(bed.state(revocation).await.delivered);
+    engine.stop().await;
+}
+
+#[tokio::test]
+async fn a_revocation_does_not_wait_for_a_grant_that_keeps_failing() {
+    let bed = Bed::new(Flavor::Memory).await;
+    let grant = bed.insert(&write("anne", "1")).await;
+    let later = "UPDATE fga_outbox SET next_attempt_at = now() + '1 hour', attempts = 9, last_error = 'busy'";
+    bed.database.execute(later).await;
+    let revocation = bed.insert(&delete("anne", "1")).await;
+    assert_eq!(bed.drain().await.delivered, 2);
+    assert!(bed.state(grant).await.delivered && bed.state(revocation).await.delivered);
+    assert!(bed.viewer("anne", "1").await.is_none());
+}
+
+#[tokio::test]
+async fn enqueueing_in_order_takes_ids_as_transactions_commit() {
+    let bed = Bed::new(Flavor::Memory).await;
+    let enqueue = "SELECT fga_outbox_enqueue($1::text::jsonb)";
+    let (mut first, mut second) = (bed.database.client().await, bed.database.client().await);
+    let grant = first.transaction().await.unwrap();
+    let granted: i64 = grant.query_one(enqueue, &[&write("anne", "1").to_string()]).await.unwrap().get(0);
+    let revoking = tokio::spawn(async move {
+        let revocation = second.transaction().await.unwrap();
+        // Another key is nobody's business.
+        revocation.query_one(enqueue, &[&write("bob", "1").to_string()]).await.unwrap();
+        let revoked: i64 = revocation.query_one(enqueue, &[&delete("anne", "1").to_string()]).await.unwrap().get(0);
+        revocation.commit().await.unwrap();
+        revoked
+    });
+    let waits = "SELECT count(*) = 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted
+        AND database = (SELECT oid FROM pg_database WHERE datname = current_database())";
+    eventually(|| bed.database.query_one::<bool>(waits)).await;
+    // Meanwhile others take ids.
+    bed.insert(&write("carl", "1")).await;
+    grant.commit().await.unwrap();
+    assert!(within_deadline(revoking).await.unwrap() > granted + 1);
+
+    let mut connection = bed.database.url().parse::<fga_outbox::DatabaseUrl>().unwrap().connect().await.unwrap();
+    let intent = fga_outbox::Intent::delete(fga_outbox::TupleKey::new("user:bob", "viewer", "document:1").unwrap());
+    let id = intent.enqueue_in_order(&mut connection).await.unwrap();
+    assert_eq!(bed.drain().await.delivered, 5);
+    assert!(bed.state(id).await.delivered);
+    assert!(bed.viewer("anne", "1").await.is_none() && bed.viewer("bob", "1").await.is_none());
+}
+
+#[tokio::test]
+async fn a_foreign_session_that_never_lets_go_ends_a_drain_in_the_end() {
+    let bed = Bed::new(Flavor::Memory).await;
+    let grant = bed.insert(&write("anne", "1")).await;
+    bed.insert(&delete("anne", "1")).await;
+    let mut foreign = bed.database.client().await;
+    let holder = foreign.transaction().await.unwrap();
+    holder.execute("SELECT 1 FROM fga_outbox WHERE id = $1 FOR UPDATE", &[&grant]).await.unwrap();
+    let drained = bed.drain().await;
+    assert_eq!((drained.delivered, drained.held), (0, 2));
+    holder.rollback().await.unwrap();
+}
+
+#[tokio::test]
+async fn rows_that_do_not_contradict_each_other_do_not_wait() {
+    let bed = Bed::new(Flavor::Memory).await;
+    let held = bed.insert(&write("anne", "1")).await;
+    let same = bed.insert(&write("anne", "1")).await;
+    let mut foreign = bed.database.client().await;
+    let holder = foreign.transaction().await.unwrap();
+    holder.execute("SELECT 1 FROM fga_outbox WHERE id = $1 FOR UPDATE", &[&held]).await.unwrap();
+    let engine = bed.engine();
+    eventually(async || bed.state(same).await.delivered).await;
+    holder.rollback().await.unwrap();
+    engine.stop().await;
+}
