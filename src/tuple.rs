@@ -410,6 +410,13 @@ impl Intent {
         self.writes.iter().map(Tuple::key).chain(&self.deletes)
     }
 
+    /// What is left of it without these keys, if anything.
+    pub(crate) fn without(&self, keys: &[TupleKey]) -> Option<Self> {
+        let writes: Vec<_> = self.writes.iter().filter(|tuple| !keys.contains(tuple.key())).cloned().collect();
+        let deletes: Vec<_> = self.deletes.iter().filter(|key| !keys.contains(key)).cloned().collect();
+        (!writes.is_empty() || !deletes.is_empty()).then_some(Self { writes, deletes })
+    }
+
     pub(crate) fn into_parts(self) -> (Vec<Tuple>, Vec<TupleKey>) {
         (self.writes, self.deletes)
     }
@@ -650,7 +657,7 @@ mod tests {
     #[test]
     fn payloads_that_are_accepted_mean_the_same_when_written_again() {
         let accepted = std::cell::Cell::new(0);
-        let config = ProptestConfig { source_file: Some(file!()), ..ProptestConfig::with_cases(2_000) };
+        let config = ProptestConfig { source_file: Some(file!()), ..ProptestConfig::with_cases(1_000) };
         let mut runner = proptest::test_runner::TestRunner::new(config);
         runner
             .run(&payload(), |payload| {
@@ -661,11 +668,11 @@ mod tests {
             })
             .unwrap();
         let accepted = accepted.get();
-        assert!(accepted > 300, "only {accepted} were valid: this proves little");
+        assert!(accepted > 150, "only {accepted} were valid: this proves little");
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(2_000))]
+        #![proptest_config(ProptestConfig::with_cases(1_000))]
 
         #[test]
         fn no_json_whatever_makes_it_panic(json in json(), text in any::<String>()) {

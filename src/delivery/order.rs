@@ -29,6 +29,34 @@ pub(crate) fn blocked(rows: &[Row], ahead: &[(i64, Intent)]) -> HashSet<i64> {
     blocked
 }
 
+/// What later rows have made of a row that was refused and came back.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Return {
+    /// A later row that contradicts it is not delivered yet: it has to wait for that one's end.
+    Waits,
+    /// These keys of it were overruled by rows that are delivered; the others are still to be sent.
+    Overruled(Vec<TupleKey>),
+}
+
+/// `later` are the later rows that are not refused, in the order of their ids, each with whether it is delivered.
+pub(crate) fn on_return(row: i64, intent: &Intent, later: &[(i64, Intent, bool)]) -> Return {
+    let ours: HashMap<&TupleKey, State> = claims(intent).collect();
+    let mut last: HashMap<&TupleKey, State> = HashMap::new();
+    for (_, other, delivered) in later.iter().filter(|(id, ..)| *id > row) {
+        for (key, to) in claims(other) {
+            match ours.get(key) {
+                Some(own) if *own != to && !delivered => return Return::Waits,
+                Some(_) => drop(last.insert(key, to)),
+                None => {}
+            }
+        }
+    }
+    let overruled = ours.iter().filter(|(key, to)| last.get(*key).is_some_and(|last| last != *to));
+    let mut overruled: Vec<TupleKey> = overruled.map(|(key, _)| (*key).clone()).collect();
+    overruled.sort_unstable();
+    Return::Overruled(overruled)
+}
+
 /// Whether these two rows contradict each other.
 pub(crate) fn contradict(a: &Intent, b: &Intent) -> bool {
     let ours: HashMap<&TupleKey, State> = claims(a).collect();
@@ -87,6 +115,21 @@ mod tests {
         assert_eq!(waiting(rows, &ahead), [2, 4]);
         // 3 shares no key with the row ahead, but with 2, which waits as a whole.
         assert_eq!(waiting(vec![(2, both("bob", "anne")), (3, delete("bob"))], &ahead), [2, 3]);
+    }
+
+    #[test]
+    fn a_row_that_comes_back_gives_way_to_what_was_delivered_meanwhile() {
+        let overruled = |names: &[&str]| Return::Overruled(names.iter().map(|name| key(name)).collect());
+        let grant = both("anne", "bob");
+        assert_eq!(on_return(5, &grant, &[]), overruled(&[]));
+        assert_eq!(on_return(5, &grant, &[(9, delete("anne"), true)]), overruled(&["anne"]));
+        assert_eq!(on_return(5, &grant, &[(9, write("bob"), true)]), overruled(&["bob"]));
+        // Revoked and granted again: it is as this row wants it.
+        let again = [(7, delete("anne"), true), (9, write("anne"), true)];
+        assert_eq!(on_return(5, &grant, &again), overruled(&[]));
+        assert_eq!(on_return(5, &grant, &[(3, delete("anne"), true)]), overruled(&[]), "earlier rows don't matter");
+        assert_eq!(on_return(5, &grant, &[(9, delete("anne"), false)]), Return::Waits);
+        assert_eq!(on_return(5, &grant, &[(9, write("anne"), false)]), overruled(&[]));
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The Deliverer: turns a lease into requests, sends them, and ends with an outcome for each row.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
@@ -15,10 +16,10 @@ use super::gate::Mode;
 use super::keeper::{Alive, Kept};
 use super::ledger::{Ledger, Record};
 use crate::delivery::backoff;
-use crate::delivery::order;
-use crate::delivery::plan::{Plan, Request, Row, State};
+use crate::delivery::order::{self, Return};
+use crate::delivery::plan::{Outcome, Plan, Request, Row, State};
 use crate::delivery::verdict::{Excess, Fault, FaultKind, Kind, Verdict};
-use crate::outbox::{Ahead, DatabaseError, Lease};
+use crate::outbox::{Ahead, DatabaseError, Later, Lease};
 
 /// How often a request is sent in all, within a lease, that meets races or faults.
 const TRIES_AFTER_RACE: u32 = 8;
@@ -64,14 +65,19 @@ impl Handler<Deliver> for Deliverer {
             let limits = *shared.limits.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             // Whatever becomes of the rows, they were tried with this model or a newer one.
             let model = shared.client.model().unwrap_or_default();
-            let rows = match in_order(&shared, &mut lease).await {
+            let mut rows = match in_order(&shared, &mut lease).await {
                 Ok(rows) => rows,
+                Err(error) => return shared.database_fails(error),
+            };
+            let Returned { notes, mut outcomes } = match on_return(&shared, &mut lease, &mut rows).await {
+                Ok(returned) => returned,
                 Err(error) => return shared.database_fails(error),
             };
             let mut plan = Plan::new(rows, limits);
             carry_out(&shared, &mut plan).await;
             shared.limits.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).learn(plan.limits());
-            ledger.send(Record { lease, outcomes: plan.outcomes(), model });
+            outcomes.extend(plan.outcomes());
+            ledger.send(Record { lease, outcomes, notes, model });
         })
     }
 }
@@ -108,6 +114,51 @@ async fn in_order(shared: &Shared, lease: &mut Lease) -> Result<Vec<Row>, Databa
         // What came along may have rows ahead of its own.
         rows.extend(taken);
     }
+}
+
+/// What later rows have made of those that came back.
+#[derive(Default)]
+struct Returned {
+    notes: HashMap<i64, String>,
+    /// Of rows of which nothing is left to send.
+    outcomes: Vec<(i64, Outcome)>,
+}
+
+/// Takes from rows that were refused once what later rows have overruled since, so that it is not sent.
+async fn on_return(shared: &Shared, lease: &mut Lease, rows: &mut Vec<Row>) -> Result<Returned, DatabaseError> {
+    let later = lease.look_later(rows).await?;
+    let later: Vec<_> = later.into_iter().map(|Later { id, intent, delivered }| (id, intent, delivered)).collect();
+    let mut returned = Returned::default();
+    if later.is_empty() {
+        return Ok(returned);
+    }
+    rows.retain_mut(|row| {
+        let Ok(intent) = &row.intent else { return true };
+        if !lease.came_back(row) {
+            return true;
+        }
+        let overruled = match order::on_return(row.id, intent, &later) {
+            Return::Overruled(keys) if keys.is_empty() => return true,
+            Return::Overruled(keys) => keys,
+            Return::Waits => {
+                shared.blocked.store(true, Relaxed);
+                return false;
+            }
+        };
+        let keys: Vec<String> = overruled.iter().map(ToString::to_string).collect();
+        returned.notes.insert(row.id, format!("not sent, as later rows overrule it: {}", keys.join(", ")));
+        match intent.without(&overruled) {
+            Some(rest) => {
+                row.intent = Ok(rest);
+                true
+            }
+            None => {
+                returned.outcomes.push((row.id, Outcome::Delivered));
+                false
+            }
+        }
+    });
+    Ok(returned)
 }
 
 /// Sends what the plan has to send, until it has nothing more, the target is closed or the engine stops. Requests that

@@ -1,5 +1,6 @@
 //! The Ledger: records what became of a lease's rows, in the lease's own transaction.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -31,6 +32,8 @@ impl Actor for Ledger {
 pub(crate) struct Record {
     pub(crate) lease: Lease,
     pub(crate) outcomes: Vec<(i64, Outcome)>,
+    /// What is to be remembered of rows that are delivered.
+    pub(crate) notes: HashMap<i64, String>,
     /// The authorization model that they were reached under; empty where no request was sent.
     pub(crate) model: Arc<str>,
 }
@@ -38,7 +41,7 @@ pub(crate) struct Record {
 impl Handler<Record> for Ledger {
     type Result = ResponseFuture<()>;
 
-    fn handle(&mut self, Record { lease, mut outcomes, model }: Record, _: &mut Self::Context) -> Self::Result {
+    fn handle(&mut self, Record { lease, mut outcomes, notes, model }: Record, _: &mut Self::Context) -> Self::Result {
         let shared = self.shared.clone();
         Box::pin(async move {
             give_up(&mut outcomes, shared.settings.max_attempts);
@@ -46,7 +49,7 @@ impl Handler<Record> for Ledger {
                 // A newer model may take them: they are ready still.
                 outcomes.retain(|(_, outcome)| !matches!(outcome, Outcome::Refused { .. }));
             }
-            match lease.commit(&outcomes, &model).await {
+            match lease.commit(&outcomes, &notes, &model).await {
                 Ok(()) => {
                     shared.database_answers();
                     count(&shared, &outcomes);

@@ -1,8 +1,8 @@
 //! The lease: rows held by an open transaction.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
-use diesel::sql_types::{Array, BigInt, Double, Integer, Nullable, Text};
+use diesel::sql_types::{Array, BigInt, Bool, Double, Integer, Nullable, Text};
 use diesel::{QueryableByName, sql_query};
 use diesel_async::{AnsiTransactionManager, AsyncPgConnection, RunQueryDsl as _, TransactionManager as _};
 use tokio::sync::OwnedSemaphorePermit;
@@ -27,6 +27,8 @@ const MAX_REASON_CHARS: usize = 2_000;
 pub(crate) struct Lease {
     connection: Connection,
     rows: Vec<Row>,
+    /// The ids of those that were refused once, and came back.
+    came_back: HashSet<i64>,
     /// The engine's room for one lease, free again when this is gone.
     _room: OwnedSemaphorePermit,
 }
@@ -57,12 +59,14 @@ pub(crate) struct Claimed {
 /// delivered, waiting or refused) is not looked at, as long as `$1` is past it.
 const CLAIM: &str = "
     WITH due AS MATERIALIZED (
-        SELECT id, coalesce(attempts, 0) AS attempts, coalesce(payload::text, 'null') AS payload, false AS new
+        SELECT id, coalesce(attempts, 0) AS attempts, coalesce(payload::text, 'null') AS payload, false AS new,
+            refused_model_id IS NOT NULL AS came_back
         FROM fga_outbox
         WHERE processed_at IS NULL AND next_attempt_at <= now() AND id > $5
         ORDER BY next_attempt_at LIMIT ($2 + 1) / 2 FOR UPDATE SKIP LOCKED
     ), new AS MATERIALIZED (
-        SELECT id, coalesce(attempts, 0) AS attempts, coalesce(payload::text, 'null') AS payload, true AS new
+        SELECT id, coalesce(attempts, 0) AS attempts, coalesce(payload::text, 'null') AS payload, true AS new,
+            refused_model_id IS NOT NULL AS came_back
         FROM fga_outbox
         WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id > $1
         ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED
@@ -73,7 +77,7 @@ const CLAIM: &str = "
     ), room AS (
         SELECT *, sum(least(bytes, $4)) OVER (ORDER BY id) AS so_far, row_number() OVER (ORDER BY id) AS nth FROM leased
     )
-    SELECT id, attempts, new, bytes, CASE WHEN bytes <= $4 THEN payload END AS payload FROM room
+    SELECT id, attempts, new, came_back, bytes, CASE WHEN bytes <= $4 THEN payload END AS payload FROM room
     WHERE nth <= $2 AND (so_far <= $3 OR nth = 1)";
 
 #[derive(QueryableByName)]
@@ -82,8 +86,10 @@ struct ClaimedRow {
     id: i64,
     #[diesel(sql_type = Integer)]
     attempts: i32,
-    #[diesel(sql_type = diesel::sql_types::Bool)]
+    #[diesel(sql_type = Bool)]
     new: bool,
+    #[diesel(sql_type = Bool)]
+    came_back: bool,
     #[diesel(sql_type = BigInt)]
     bytes: i64,
     #[diesel(sql_type = Nullable<Text>)]
@@ -113,8 +119,13 @@ pub(crate) async fn claim(pool: &Pool, what: Claim, room: OwnedSemaphorePermit) 
     // Rows left out for their size count, too.
     let full = new >= what.rows || bytes >= MAX_LEASE_BYTES / 2 || claimed.len() as i64 > new;
     let last = claimed.iter().map(|row| row.id).max().unwrap_or(i64::MIN);
+    let came_back = came_back(&claimed);
     let rows = claimed.into_iter().map(ClaimedRow::read).collect();
-    Ok(Claimed { lease: Some(Lease { connection, rows, _room: room }), last_new, last, full })
+    Ok(Claimed { lease: Some(Lease { connection, rows, came_back, _room: room }), last_new, last, full })
+}
+
+fn came_back(claimed: &[ClaimedRow]) -> HashSet<i64> {
+    claimed.iter().filter(|row| row.came_back).map(|row| row.id).collect()
 }
 
 impl ClaimedRow {
@@ -136,12 +147,17 @@ impl Lease {
         std::mem::take(&mut self.rows)
     }
 
-    /// Records these outcomes, reached under this authorization model, and gives the lease's other rows back untouched.
-    pub(crate) async fn commit(mut self, outcomes: &[(i64, Outcome)], model: &str) -> Result<(), DatabaseError> {
+    /// Records these outcomes, reached under this authorization model, with a note on some that are delivered, and gives the lease's other rows back untouched.
+    pub(crate) async fn commit(
+        mut self,
+        outcomes: &[(i64, Outcome)],
+        notes: &HashMap<i64, String>,
+        model: &str,
+    ) -> Result<(), DatabaseError> {
         if outcomes.is_empty() {
             return self.give_back().await;
         }
-        record(&mut self.connection, outcomes, model).await?;
+        record(&mut self.connection, outcomes, notes, model).await?;
         AnsiTransactionManager::commit_transaction(&mut *self.connection).await?;
         Ok(())
     }
@@ -179,14 +195,14 @@ const AHEAD: &str = "
 struct AheadRow {
     #[diesel(sql_type = BigInt)]
     id: i64,
-    #[diesel(sql_type = diesel::sql_types::Bool)]
+    #[diesel(sql_type = Bool)]
     again: bool,
     #[diesel(sql_type = Text)]
     payload: String,
 }
 
 const ALONG: &str = "
-    SELECT id, coalesce(attempts, 0) AS attempts, false AS new, octet_length(payload::text)::bigint AS bytes,
+    SELECT id, coalesce(attempts, 0) AS attempts, false AS new, refused_model_id IS NOT NULL AS came_back, octet_length(payload::text)::bigint AS bytes,
         payload::text AS payload
     FROM fga_outbox WHERE id = ANY($1) AND processed_at IS NULL ORDER BY id FOR UPDATE SKIP LOCKED";
 
@@ -204,7 +220,7 @@ impl Lease {
             .bind::<BigInt, _>(from)
             .bind::<BigInt, _>(last)
             .bind::<Array<BigInt>, _>(rows.iter().map(|row| row.id).collect::<Vec<_>>())
-            .bind::<diesel::sql_types::Bool, _>(plain)
+            .bind::<Bool, _>(plain)
             .bind::<Array<Text>, _>(objects.into_iter().collect::<Vec<_>>())
             .load(&mut self.connection)
             .await?;
@@ -216,22 +232,65 @@ impl Lease {
     /// Leases these rows, too, as far as nobody else holds them.
     pub(crate) async fn take_along(&mut self, ids: &[i64]) -> Result<Vec<Row>, DatabaseError> {
         let rows: Vec<ClaimedRow> = sql_query(ALONG).bind::<Array<BigInt>, _>(ids).load(&mut self.connection).await?;
+        self.came_back.extend(came_back(&rows));
         Ok(rows.into_iter().map(ClaimedRow::read).collect())
+    }
+}
+
+/// A later row about an object of a row that came back.
+pub(crate) struct Later {
+    pub(crate) id: i64,
+    pub(crate) intent: Intent,
+    pub(crate) delivered: bool,
+}
+
+/// Whatever is later than `$1`, and not refused itself: no index helps, but rows come back seldom.
+const LATER: &str = "
+    SELECT id, processed_at IS NOT NULL AS again, payload::text AS payload FROM fga_outbox
+    WHERE id > $1 AND id <> ALL($2) AND (processed_at IS NOT NULL OR next_attempt_at IS DISTINCT FROM 'infinity')
+        AND EXISTS (SELECT FROM jsonb_path_query(payload, '$.*[*].object') AS object WHERE object #>> '{}' = ANY($3))
+    ORDER BY id";
+
+impl Lease {
+    /// Whether this row was refused once, and came back.
+    pub(crate) fn came_back(&self, row: &Row) -> bool {
+        self.came_back.contains(&row.id)
+    }
+
+    /// The rows later than the first of these that came back which have to do with one of those: what was delivered
+    /// while they were refused must not be undone.
+    pub(crate) async fn look_later(&mut self, rows: &[Row]) -> Result<Vec<Later>, DatabaseError> {
+        let back = || rows.iter().filter(|row| self.came_back.contains(&row.id));
+        let Some(first) = back().map(|row| row.id).min() else { return Ok(Vec::new()) };
+        let intents = back().filter_map(|row| row.intent.as_ref().ok());
+        let objects: HashSet<&str> = intents.flat_map(Intent::keys).map(TupleKey::object).collect();
+        let later: Vec<AheadRow> = sql_query(LATER)
+            .bind::<BigInt, _>(first)
+            .bind::<Array<BigInt>, _>(rows.iter().map(|row| row.id).collect::<Vec<_>>())
+            .bind::<Array<Text>, _>(objects.into_iter().collect::<Vec<_>>())
+            .load(&mut self.connection)
+            .await?;
+        let read = |row: AheadRow| {
+            Some(Later { id: row.id, intent: Intent::from_json(&row.payload).ok()?, delivered: row.again })
+        };
+        Ok(later.into_iter().filter_map(read).collect())
     }
 }
 
 /// `now()` is when the lease began: what is recorded happened later.
 const DELIVERED: &str = "
     UPDATE fga_outbox SET processed_at = clock_timestamp(), next_attempt_at = NULL WHERE id = ANY($1)";
+const NOTED: &str = "UPDATE fga_outbox SET last_error = $2 WHERE id = $1";
 const FAILED: &str = "
     UPDATE fga_outbox SET attempts = least(coalesce(attempts, 0), 2147483646) + 1, last_error = failed.reason,
         next_attempt_at = coalesce(clock_timestamp() + failed.seconds * interval '1 second', 'infinity'),
-        refused_model_id = CASE WHEN failed.seconds IS NULL THEN $4 END
+        refused_model_id = CASE WHEN failed.seconds IS NULL THEN $4 ELSE refused_model_id END
     FROM unnest($1, $2, $3) AS failed (id, reason, seconds) WHERE fga_outbox.id = failed.id";
 
 async fn record(
     connection: &mut AsyncPgConnection,
     outcomes: &[(i64, Outcome)],
+    notes: &HashMap<i64, String>,
     model: &str,
 ) -> Result<(), DatabaseError> {
     let mut delivered = Vec::new();
@@ -252,7 +311,12 @@ async fn record(
         seconds.push(wait);
     }
     if !delivered.is_empty() {
-        sql_query(DELIVERED).bind::<Array<BigInt>, _>(delivered).execute(connection).await?;
+        sql_query(DELIVERED).bind::<Array<BigInt>, _>(&delivered).execute(connection).await?;
+    }
+    for id in delivered {
+        if let Some(note) = notes.get(&id) {
+            sql_query(NOTED).bind::<BigInt, _>(id).bind::<Text, _>(recordable(note)).execute(connection).await?;
+        }
     }
     if !ids.is_empty() {
         sql_query(FAILED)

@@ -3,11 +3,11 @@
 use std::process::Stdio;
 use std::time::Duration;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use crate::bed::{Bed, delete, write};
+use crate::bed::{Bed, delete, viewer, write};
 use crate::command_line::on;
-use crate::support::{Flavor, eventually, within_deadline};
+use crate::support::{Flavor, MODEL, eventually, within_deadline};
 
 const LEFT: &str = "SELECT count(*) FROM fga_outbox WHERE processed_at IS NULL";
 
@@ -141,6 +141,36 @@ async fn a_foreign_session_that_never_lets_go_ends_a_drain_in_the_end() {
     let drained = bed.drain().await;
     assert_eq!((drained.delivered, drained.held), (0, 2));
     holder.rollback().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_refused_row_that_comes_back_does_not_undo_what_later_rows_did() {
+    let bed = Bed::new(Flavor::Memory).await;
+    let refused = json!({"writes": [
+        {"user": "user:anne", "relation": "viewer", "object": "planet:1"}, viewer("anne", "1"), viewer("bob", "1"),
+    ]});
+    let refused = bed.insert(&refused).await;
+    let only_overruled = bed.insert(&json!({"writes": [viewer("carl", "1")]})).await;
+    let refuse = "UPDATE fga_outbox SET next_attempt_at = 'infinity', refused_model_id = '' WHERE id =";
+    bed.database.execute(&format!("{refuse} {only_overruled}")).await;
+    // Both stay refused under this model, which an engine has to have seen first.
+    bed.database.execute(&format!("UPDATE fga_outbox SET refused_model_id = '{}'", bed.store.model_id())).await;
+    bed.drain().await;
+    bed.insert(&json!({"deletes": [viewer("anne", "1"), viewer("carl", "1")]})).await;
+    assert_eq!(bed.drain().await.delivered, 1);
+
+    let mut model: Value = serde_json::from_str(MODEL).unwrap();
+    let planet = json!({"type": "planet", "relations": {"viewer": {"this": {}}}, "metadata": {"relations": {
+        "viewer": {"directly_related_user_types": [{"type": "user"}]}}}});
+    model["type_definitions"].as_array_mut().unwrap().push(planet);
+    let engine = bed.builder().model_id(bed.store.write_model(&model).await).start().unwrap();
+    eventually(async || bed.state(refused).await.delivered && bed.state(only_overruled).await.delivered).await;
+    engine.stop().await;
+    assert!(bed.viewer("anne", "1").await.is_none(), "a revoked permission came back");
+    assert!(bed.viewer("carl", "1").await.is_none(), "a revoked permission came back");
+    assert!(bed.viewer("bob", "1").await.is_some());
+    let note = bed.state(refused).await.last_error;
+    assert_eq!(note, "not sent, as later rows overrule it: user:anne viewer document:1");
 }
 
 #[tokio::test]
