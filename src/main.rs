@@ -187,7 +187,7 @@ struct TargetArgs {
     /// The store's id
     #[arg(long, env = "FGA_STORE_ID", hide_env_values = true, value_name = "ULID")]
     store_id: Option<String>,
-    /// The authorization model's id [default: the store's latest, looked up once and pinned]
+    /// The authorization model's id [default: the store's latest, followed when there is a newer one]
     #[arg(long, env = "FGA_MODEL_ID", hide_env_values = true, value_name = "ULID")]
     model_id: Option<String>,
     /// A shared token
@@ -416,7 +416,8 @@ fn next_payloads(lines: &mut (dyn BufRead + Send), name: &str, number: &mut usiz
 
 async fn drain(database: &DatabaseArgs, builder: EngineBuilder, json: bool) -> anyhow::Result<u8> {
     let began = Instant::now();
-    database.url()?;
+    // So that what is wrong is told apart from what is out of reach.
+    drop(database.connect().await?);
     builder.check_target().await?.context("OpenFGA")?;
     let engine = builder.start()?;
     let ready = engine.ready().await?;
@@ -446,7 +447,8 @@ async fn drain(database: &DatabaseArgs, builder: EngineBuilder, json: bool) -> a
             serde_json::json!({"delivered": delivered, "waiting": waiting, "refused": refused, "seconds": seconds});
         say(result)?;
     } else {
-        say(format!("delivered {delivered} rows in {seconds:.1} s; {waiting} are waiting, {refused} are refused"))?;
+        let unit = if delivered == 1 { "row" } else { "rows" };
+        say(format!("delivered {delivered} {unit} in {seconds:.1} s; {waiting} waiting, {refused} refused"))?;
     }
     if drained.held > 0 {
         eprintln!("{} rows are held by other sessions and were not waited for any longer", drained.held);

@@ -377,7 +377,7 @@ impl Intent {
         let mut json = serde_json::Deserializer::from_str(payload);
         let Object(raw): Object<RawPayload> = serde_path_to_error::deserialize(&mut json).map_err(|error| {
             let path = error.path().to_string();
-            let field = if path == "." { "payload".to_owned() } else { path };
+            let field = if path == "." || path.is_empty() { "payload".to_owned() } else { path };
             InvalidIntent::new(field, error.into_inner().to_string())
         })?;
         json.end().map_err(|error| InvalidIntent::new("payload", error.to_string()))?;

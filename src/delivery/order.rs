@@ -29,6 +29,24 @@ pub(crate) fn blocked(rows: &[Row], ahead: &[(i64, Intent)]) -> HashSet<i64> {
     blocked
 }
 
+/// The ids of the rows whose tuples may be undone by a request that outlived its sender: those that decide a key (the
+/// last of `rows` to claim it) which an earlier row wanted otherwise that may have been sent before by somebody who did
+/// not live to record it, be it one of `rows` (`doubtful`) or `delivered` a moment ago.
+pub(crate) fn in_doubt(rows: &[(i64, Intent)], doubtful: &HashSet<i64>, delivered: &[(i64, Intent)]) -> HashSet<i64> {
+    let mut sent: HashMap<&TupleKey, Vec<(i64, State)>> = HashMap::new();
+    for (id, intent) in rows.iter().filter(|(id, _)| doubtful.contains(id)).chain(delivered) {
+        claims(intent).for_each(|(key, to)| sent.entry(key).or_default().push((*id, to)));
+    }
+    let mut last: HashMap<&TupleKey, (i64, State)> = HashMap::new();
+    for (id, intent) in rows {
+        claims(intent).for_each(|(key, to)| drop(last.insert(key, (*id, to))));
+    }
+    let in_doubt = last.into_iter().filter(|(key, (id, to))| {
+        sent.get(*key).is_some_and(|earlier| earlier.iter().any(|(other, was)| other < id && was != to))
+    });
+    in_doubt.map(|(_, (id, _))| id).collect()
+}
+
 /// What later rows have made of a row that was refused and came back.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Return {
@@ -115,6 +133,24 @@ mod tests {
         assert_eq!(waiting(rows, &ahead), [2, 4]);
         // 3 shares no key with the row ahead, but with 2, which waits as a whole.
         assert_eq!(waiting(vec![(2, both("bob", "anne")), (3, delete("bob"))], &ahead), [2, 3]);
+    }
+
+    #[test]
+    fn a_row_is_in_doubt_while_what_it_contradicts_may_still_arrive() {
+        let doubted = |list: &[(i64, Intent)], doubtful: &[i64], delivered: &[(i64, Intent)]| {
+            let mut ids: Vec<i64> =
+                in_doubt(list, &doubtful.iter().copied().collect(), delivered).into_iter().collect();
+            ids.sort_unstable();
+            ids
+        };
+        let pair = [(1, write("anne")), (2, delete("anne")), (3, write("bob"))];
+        assert_eq!(doubted(&pair, &[], &[]), [0; 0], "never leased before");
+        assert_eq!(doubted(&pair, &[1], &[]), [2]);
+        assert_eq!(doubted(&pair, &[2, 3], &[]), [0; 0], "only what came earlier");
+        let thrice = [(1, write("anne")), (2, delete("anne")), (3, write("anne")), (4, delete("anne"))];
+        assert_eq!(doubted(&thrice, &[1, 2, 3], &[]), [4], "only what decides");
+        assert_eq!(doubted(&[(5, delete("anne"))], &[], &[(1, write("anne"))]), [5]);
+        assert_eq!(doubted(&[(5, write("anne"))], &[], &[(1, write("anne"))]), [0; 0]);
     }
 
     #[test]

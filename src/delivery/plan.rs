@@ -468,11 +468,11 @@ impl Request {
 
     /// Whether what was read back leaves another way than to send the same again.
     pub(crate) fn is_changed_by(&self, stored: &[Option<State>]) -> bool {
-        self.steps.iter().zip(stored).any(|(step, stored)| match (&step.to, stored) {
-            (State::Absent, Some(State::Absent)) => true,
-            (State::Present(_), Some(State::Present(_))) => true,
-            _ => false,
-        })
+        use State::{Absent, Present};
+        let is_as_wanted = |(step, stored): (&Step, &Option<State>)| {
+            matches!((&step.to, stored), (Absent, Some(Absent)) | (Present(_), Some(Present(_))))
+        };
+        self.steps.iter().zip(stored).any(is_as_wanted)
     }
 }
 

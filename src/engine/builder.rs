@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use actix::{ArbiterHandle, System};
 use oauth2::TokenUrl;
+use tokio::runtime::Handle;
 use tokio::sync::{Notify, Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 use url::Url;
@@ -130,7 +131,8 @@ impl EngineBuilder {
         Self { store_id: Some(id.into()), ..self }
     }
 
-    /// The authorization model's id, a ULID. Absent: the store's latest, looked up once and pinned.
+    /// The authorization model's id, a ULID. Absent: the store's latest, pinned in every request, and followed when
+    /// there is a newer one.
     pub fn model_id(self, id: impl Into<String>) -> Self {
         Self { model_id: Some(id.into()), ..self }
     }
@@ -202,7 +204,7 @@ impl EngineBuilder {
     /// # Errors
     /// [`ConfigError`] for the settings; the [`Fault`] within for what OpenFGA says.
     pub async fn check_target(&self) -> Result<Result<(), Fault>, ConfigError> {
-        Ok(self.client()?.probe().await)
+        Ok(self.client(Handle::current())?.probe().await)
     }
 
     /// Starts the engine: on arbiters of the actix `System` that this runs in, such as an actix-web application's, or
@@ -213,22 +215,23 @@ impl EngineBuilder {
     /// # Errors
     /// [`ConfigError`] names the setting that is missing or can't be used.
     pub fn start(self) -> Result<Engine, ConfigError> {
-        let client = self.client()?;
+        let home = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("fga-outbox-net")
+            .enable_all()
+            .build()
+            .map_err(|error| ConfigError::Start(error.to_string()))?;
+        let home = Home(Some(home));
+        let client = self.client(home.handle())?;
         let url: DatabaseUrl = self.database_url.as_deref().ok_or(ConfigError::Missing("DATABASE_URL"))?.parse()?;
         let url = match &self.schema {
             Some(schema) => url.with_schema(schema),
             None => url,
         };
-        let home = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .thread_name("fga-outbox-postgres")
-            .enable_all()
-            .build()
-            .map_err(|error| ConfigError::Start(error.to_string()))?;
         let shared = Arc::new(Shared {
             settings: self.settings,
             // One for each lease, one that is claimed meanwhile, one for questions.
-            pool: Pool::new(&url, home.handle().clone(), ROOM + 2),
+            pool: Pool::new(&url, home.handle(), ROOM + 2),
             client,
             gate: Gate::new(),
             limits: Default::default(),
@@ -238,13 +241,14 @@ impl EngineBuilder {
             wake: Notify::new(),
             horizon: Default::default(),
             blocked: Default::default(),
+            recorded: Notify::new(),
             sweeps_begun: Default::default(),
             swept_in_vain: watch::Sender::new(0),
             database: watch::Sender::new(None),
             counters: Default::default(),
             stopping: CancellationToken::new(),
             ended: CancellationToken::new(),
-            _home: Home(Some(home)),
+            _home: home,
         });
         let kept = KeptActors {
             claimer: Kept::new(),
@@ -255,7 +259,7 @@ impl EngineBuilder {
         Ok(Engine { shared, kept })
     }
 
-    fn client(&self) -> Result<Client, ConfigError> {
+    fn client(&self, home: Handle) -> Result<Client, ConfigError> {
         let api_url = self.api_url.as_deref().ok_or(ConfigError::Missing("FGA_API_URL"))?;
         let target = Target {
             api_url: parse_http_url("FGA_API_URL", api_url)?,
@@ -267,7 +271,7 @@ impl EngineBuilder {
             auth: self.auth()?,
             roots: self.ca_cert.as_deref().map(read_roots).transpose()?.unwrap_or_default(),
         };
-        Client::new(target).map_err(|error| ConfigError::Start(chain(&error)))
+        Client::new(target, home).map_err(|error| ConfigError::Start(chain(&error)))
     }
 
     fn auth(&self) -> Result<Auth, ConfigError> {

@@ -183,7 +183,7 @@ impl Claiming {
 
     /// Claims rows behind the cursor, or from the beginning: a sweep.
     async fn claim(&mut self, room: OwnedSemaphorePermit) -> Result<Step, DatabaseError> {
-        if self.swept.elapsed() >= SWEEP_INTERVAL {
+        if self.swept.elapsed() >= SWEEP_INTERVAL || self.shared.blocked.load(Relaxed) {
             self.cursor = None;
         }
         let mut sweep = None;
@@ -245,8 +245,14 @@ impl Claiming {
     /// What blocks rows is in somebody's hands: asking again at once would only get in the way.
     async fn pause_if_blocked(&mut self) {
         if self.shared.blocked.swap(false, Relaxed) {
-            let pause = self.blocked.next();
-            self.unless_stopped(tokio::time::sleep(pause)).await;
+            let pause = tokio::time::sleep(self.blocked.next());
+            let either = async {
+                tokio::select! {
+                    () = pause => {}
+                    () = self.shared.recorded.notified() => {}
+                }
+            };
+            self.unless_stopped(either).await;
         } else {
             self.blocked.reset();
         }

@@ -1,6 +1,6 @@
 //! The Deliverer: turns a lease into requests, sends them, and ends with an outcome for each row.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
@@ -19,7 +19,8 @@ use crate::delivery::backoff;
 use crate::delivery::order::{self, Return};
 use crate::delivery::plan::{Outcome, Plan, Request, Row, State};
 use crate::delivery::verdict::{Excess, Fault, FaultKind, Kind, Verdict};
-use crate::outbox::{Ahead, DatabaseError, Later, Lease};
+use crate::outbox::{Ahead, DatabaseError, Later, Lease, Remarks, Standing};
+use crate::tuple::Intent;
 
 /// How often a request is sent in all, within a lease, that meets races or faults.
 const TRIES_AFTER_RACE: u32 = 8;
@@ -30,7 +31,7 @@ const FAILURES_IN_A_ROW: u32 = 5;
 
 /// After this time a lease sends nothing new: what is left of it is better leased anew. Well below the time-out of an
 /// idle transaction.
-const LONGEST_LEASE: Duration = Duration::from_secs(30);
+const LONGEST_LEASE: Duration = Duration::from_secs(60);
 
 /// How many keys of one request are read back at a time.
 const READS_AT_ONCE: usize = 8;
@@ -65,19 +66,22 @@ impl Handler<Deliver> for Deliverer {
             let limits = *shared.limits.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             // Whatever becomes of the rows, they were tried with this model or a newer one.
             let model = shared.client.model().unwrap_or_default();
-            let mut rows = match in_order(&shared, &mut lease).await {
-                Ok(rows) => rows,
+            let (mut rows, just_delivered) = match in_order(&shared, &mut lease).await {
+                Ok(in_order) => in_order,
                 Err(error) => return shared.database_fails(error),
             };
             let Returned { notes, mut outcomes } = match on_return(&shared, &mut lease, &mut rows).await {
                 Ok(returned) => returned,
                 Err(error) => return shared.database_fails(error),
             };
+            let doubtful: HashSet<i64> = rows.iter().filter(|row| lease.is_doubtful(row)).map(|row| row.id).collect();
+            let doubts = Doubts::new(&rows, doubtful, just_delivered);
             let mut plan = Plan::new(rows, limits);
             carry_out(&shared, &mut plan).await;
             shared.limits.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).learn(plan.limits());
             outcomes.extend(plan.outcomes());
-            ledger.send(Record { lease, outcomes, notes, model });
+            let remarks = doubts.settle(&outcomes, notes);
+            ledger.send(Record { lease, outcomes, remarks, model });
         })
     }
 }
@@ -91,28 +95,64 @@ impl Handler<Crash> for Deliverer {
 }
 
 /// The rows of this lease that may be sent: without those that have to wait for an earlier one which contradicts them
-/// and which somebody else has, and with those that merely wait for their time, to be folded.
-async fn in_order(shared: &Shared, lease: &mut Lease) -> Result<Vec<Row>, DatabaseError> {
+/// and which somebody else has, and with those that merely wait for their time, to be folded. Besides, rows delivered a
+/// moment ago of which an older request may still be on its way.
+async fn in_order(shared: &Shared, lease: &mut Lease) -> Result<(Vec<Row>, Vec<(i64, Intent)>), DatabaseError> {
     let mut rows = lease.take_rows();
     loop {
         rows.sort_unstable_by_key(|row| row.id);
-        let ahead = lease.look_ahead(&rows, shared.horizon.load(Relaxed)).await?;
+        let Some(ahead) = lease.look_ahead(&rows, shared.horizon.load(Relaxed)).await? else {
+            shared.blocked.store(true, Relaxed);
+            return Ok((Vec::new(), Vec::new()));
+        };
         let contradicts =
             |row: &Row, ahead: &Ahead| row.intent.as_ref().is_ok_and(|intent| order::contradict(intent, &ahead.intent));
-        let along = ahead.iter().filter(|ahead| ahead.again && rows.iter().any(|row| contradicts(row, ahead)));
+        let along = ahead
+            .iter()
+            .filter(|ahead| ahead.standing == Standing::Again && rows.iter().any(|row| contradicts(row, ahead)));
         let along: Vec<i64> = along.map(|ahead| ahead.id).collect();
         let taken = if along.is_empty() { Vec::new() } else { lease.take_along(&along).await? };
         if taken.is_empty() {
+            let (delivered, ahead): (Vec<_>, Vec<_>) =
+                ahead.into_iter().partition(|ahead| ahead.standing == Standing::Doubtful);
             let ahead: Vec<_> = ahead.into_iter().map(|ahead| (ahead.id, ahead.intent)).collect();
             let blocked = order::blocked(&rows, &ahead);
             if !blocked.is_empty() {
                 shared.blocked.store(true, Relaxed);
                 rows.retain(|row| !blocked.contains(&row.id));
             }
-            return Ok(rows);
+            return Ok((rows, delivered.into_iter().map(|ahead| (ahead.id, ahead.intent)).collect()));
         }
         // What came along may have rows ahead of its own.
         rows.extend(taken);
+    }
+}
+
+/// What is needed to tell which rows to send once more: nothing in the common case, where no row was leased before.
+struct Doubts {
+    rows: Vec<(i64, Intent)>,
+    doubtful: HashSet<i64>,
+    just_delivered: Vec<(i64, Intent)>,
+}
+
+impl Doubts {
+    fn new(rows: &[Row], doubtful: HashSet<i64>, just_delivered: Vec<(i64, Intent)>) -> Self {
+        let rows = match doubtful.is_empty() && just_delivered.is_empty() {
+            true => Vec::new(),
+            false => rows.iter().filter_map(|row| Some((row.id, row.intent.clone().ok()?))).collect(),
+        };
+        Self { rows, doubtful, just_delivered }
+    }
+
+    fn settle(mut self, outcomes: &[(i64, Outcome)], notes: HashMap<i64, String>) -> Remarks {
+        if self.rows.is_empty() {
+            return Remarks { notes, ..Remarks::default() };
+        }
+        let refused = outcomes.iter().filter(|(_, outcome)| matches!(outcome, Outcome::Refused { .. }));
+        let refused: HashSet<i64> = refused.map(|(id, _)| *id).collect();
+        self.rows.retain(|(id, _)| !refused.contains(id));
+        let confirm = order::in_doubt(&self.rows, &self.doubtful, &self.just_delivered);
+        Remarks { notes, doubtful: self.doubtful, confirm }
     }
 }
 
@@ -246,7 +286,8 @@ async fn send(shared: &Shared, request: Request, _permit: OwnedSemaphorePermit) 
             },
             Verdict::Moment { reason, kind: Kind::Race } if tries >= TRIES_AFTER_RACE => break End::Failed(reason),
             Verdict::Moment { kind: Kind::Race, .. } => races.next(),
-            Verdict::Moment { reason, .. } if tries >= TRIES_AFTER_FAULT => {
+            // Whose fault it is shows sooner in the halves than in another try of the whole.
+            Verdict::Moment { reason, .. } if tries >= TRIES_AFTER_FAULT || request.rows() > 1 => {
                 break after_faults(shared, &request, reason).await;
             }
             Verdict::Moment { .. } => faults.next(),

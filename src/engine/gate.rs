@@ -101,7 +101,10 @@ impl Gate {
                 FaultKind::Unauthenticated | FaultKind::Misconfigured => backoff::between_slow_probes(),
             };
         } else if state.mode == Mode::Closed && state.next_probe > Instant::now() {
-            // One of several requests that failed together: the next probe is set.
+            // One of several requests that failed together: the next probe is set, if not too early for this one.
+            if let Some(asked) = fault.retry_after {
+                state.next_probe = state.next_probe.max(Instant::now() + asked);
+            }
             return;
         }
         let wait = fault.retry_after.unwrap_or_default().max(state.backoff.next());

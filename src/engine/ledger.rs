@@ -1,6 +1,5 @@
 //! The Ledger: records what became of a lease's rows, in the lease's own transaction.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -9,7 +8,7 @@ use actix::{Actor, Context, Handler, Message, ResponseFuture};
 use super::keeper::Alive;
 use super::{Crash, Shared};
 use crate::delivery::plan::Outcome;
-use crate::outbox::Lease;
+use crate::outbox::{Lease, Remarks};
 
 pub(crate) struct Ledger {
     shared: Arc<Shared>,
@@ -33,7 +32,7 @@ pub(crate) struct Record {
     pub(crate) lease: Lease,
     pub(crate) outcomes: Vec<(i64, Outcome)>,
     /// What is to be remembered of rows that are delivered.
-    pub(crate) notes: HashMap<i64, String>,
+    pub(crate) remarks: Remarks,
     /// The authorization model that they were reached under; empty where no request was sent.
     pub(crate) model: Arc<str>,
 }
@@ -41,7 +40,11 @@ pub(crate) struct Record {
 impl Handler<Record> for Ledger {
     type Result = ResponseFuture<()>;
 
-    fn handle(&mut self, Record { lease, mut outcomes, notes, model }: Record, _: &mut Self::Context) -> Self::Result {
+    fn handle(
+        &mut self,
+        Record { lease, mut outcomes, remarks, model }: Record,
+        _: &mut Self::Context,
+    ) -> Self::Result {
         let shared = self.shared.clone();
         Box::pin(async move {
             give_up(&mut outcomes, shared.settings.max_attempts);
@@ -49,9 +52,12 @@ impl Handler<Record> for Ledger {
                 // A newer model may take them: they are ready still.
                 outcomes.retain(|(_, outcome)| !matches!(outcome, Outcome::Refused { .. }));
             }
-            match lease.commit(&outcomes, &notes, &model).await {
-                Ok(()) => {
+            match lease.commit(&outcomes, &remarks, &model).await {
+                // Whoever waits for the room to be free finds the rows counted.
+                Ok(_room) => {
                     shared.database_answers();
+                    shared.recorded.notify_waiters();
+                    outcomes.retain(|(id, _)| !remarks.confirm.contains(id));
                     count(&shared, &outcomes);
                 }
                 // The rows are ready again, and will be sent again: that is what at-least-once means.

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering::R
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use tokio::runtime::Handle;
 use tokio::sync::{Notify, Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
@@ -81,6 +82,8 @@ pub(crate) struct Shared {
     horizon: AtomicI64,
     /// Rows were given back because they have to wait for rows that somebody else has.
     blocked: AtomicBool,
+    /// A lease was recorded, so that what waited for it may go on.
+    recorded: Notify,
     sweeps_begun: AtomicU64,
     /// The number of the last sweep that found nothing to lease.
     swept_in_vain: watch::Sender<u64>,
@@ -90,6 +93,7 @@ pub(crate) struct Shared {
     stopping: CancellationToken,
     /// The actors are gone, or have to go.
     ended: CancellationToken,
+    /// Last, so that it is there for all that is dropped before.
     _home: Home,
 }
 
@@ -119,8 +123,14 @@ struct Counters {
     restarts: AtomicU64,
 }
 
-/// The runtime that makes and drives the connections to Postgres, so that they outlive any actor.
+/// The runtime that makes and drives all connections, so that they outlive any actor.
 struct Home(Option<tokio::runtime::Runtime>);
+
+impl Home {
+    fn handle(&self) -> Handle {
+        self.0.as_ref().expect("only taken when dropped").handle().clone()
+    }
+}
 
 impl Drop for Home {
     fn drop(&mut self) {

@@ -73,14 +73,14 @@ impl ClientCredentials {
         if let Some(held) = held.as_ref().filter(|held| held.renew_at > Instant::now()) {
             return Ok(held.token.clone());
         }
-        let (token, lifetime) = self.fetch(http).await?;
+        let (token, lifetime) = self.fetch(http.clone()).await?;
         // With a fifth of its life to spare, so that it does not expire on its way.
         let renew_at = Instant::now() + lifetime.mul_f64(0.8);
         *held = Some(Held { token: token.clone(), renew_at });
         Ok(token)
     }
 
-    async fn fetch(&self, http: &reqwest::Client) -> Result<(Arc<str>, Duration), Fault> {
+    async fn fetch(&self, http: reqwest::Client) -> Result<(Arc<str>, Duration), Fault> {
         let client = BasicClient::new(ClientId::new(self.client_id.clone()))
             .set_client_secret(ClientSecret::new(self.client_secret.clone()))
             .set_token_uri(self.token_url.clone())
@@ -92,13 +92,16 @@ impl ClientCredentials {
         if let Some(audience) = &self.audience {
             request = request.add_extra_param("audience", audience);
         }
-        let send = async |request: oauth2::HttpRequest| {
-            let response = http.execute(request.try_into()?).await?;
-            let mut answer = oauth2::HttpResponse::new(Vec::new());
-            *answer.status_mut() = response.status();
-            *answer.headers_mut() = response.headers().clone();
-            *answer.body_mut() = response.bytes().await?.into();
-            Ok::<_, reqwest::Error>(answer)
+        let send = move |request: oauth2::HttpRequest| {
+            let http = http.clone();
+            async move {
+                let response = http.execute(request.try_into()?).await?;
+                let mut answer = oauth2::HttpResponse::new(Vec::new());
+                *answer.status_mut() = response.status();
+                *answer.headers_mut() = response.headers().clone();
+                *answer.body_mut() = response.bytes().await?.into();
+                Ok::<_, reqwest::Error>(answer)
+            }
         };
         let response = request.request_async(&send).await.map_err(|error| self.fault(&error))?;
         let lifetime = response.expires_in().unwrap_or(LIFETIME_UNLESS_SAID).clamp(SHORTEST, LONGEST);

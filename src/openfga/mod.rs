@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use reqwest::{RequestBuilder, StatusCode, header};
 use serde::{Deserialize, Serialize};
+use tokio::runtime::Handle;
 use url::Url;
 
 use crate::delivery::plan::{Request, State, Step};
@@ -35,12 +36,19 @@ pub(crate) struct Target {
 /// A client of one store. Requests carry the pinned authorization model: without one the server would look up the
 /// latest each time.
 pub(crate) struct Client {
-    http: reqwest::Client,
-    auth: Auth,
+    wire: Arc<Wire>,
+    /// Where requests are sent and connections are driven, whatever becomes of the actor that asks.
+    home: Handle,
     store: Url,
     /// Whether the user chose the model; otherwise it is the store's latest.
     fixed: bool,
     model: RwLock<Option<Arc<str>>>,
+}
+
+/// How requests reach the server.
+struct Wire {
+    http: reqwest::Client,
+    auth: Auth,
     /// Answers that were logged in full, by status and code.
     logged: Mutex<HashSet<(u16, String)>>,
     /// How many answers were not known.
@@ -48,7 +56,7 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    pub(crate) fn new(target: Target) -> Result<Self, reqwest::Error> {
+    pub(crate) fn new(target: Target, home: Handle) -> Result<Self, reqwest::Error> {
         let http = reqwest::Client::builder()
             .user_agent(concat!("fga-outbox/", env!("CARGO_PKG_VERSION")))
             .timeout(REQUEST_TIMEOUT)
@@ -71,13 +79,16 @@ impl Client {
             .pop_if_empty()
             .extend(["stores", &target.store_id]);
         Ok(Self {
-            http,
-            auth: target.auth,
+            wire: Arc::new(Wire {
+                http,
+                auth: target.auth,
+                logged: Mutex::default(),
+                unforeseen: AtomicU64::default(),
+            }),
+            home,
             store,
             fixed: target.model_id.is_some(),
             model: RwLock::new(target.model_id.map(Arc::from)),
-            logged: Mutex::default(),
-            unforeseen: AtomicU64::default(),
         })
     }
 
@@ -94,7 +105,7 @@ impl Client {
 
     /// How many answers were not known.
     pub(crate) fn unforeseen(&self) -> u64 {
-        self.unforeseen.load(Relaxed)
+        self.wire.unforeseen.load(Relaxed)
     }
 
     /// Asks OpenFGA to carry a request out, once.
@@ -103,13 +114,13 @@ impl Client {
             Ok(model) => model,
             Err(fault) => return Verdict::Target(fault),
         };
-        self.send(self.http.post(self.url("write")).json(&WriteBody::new(&model, request))).await.0
+        self.send(self.wire.http.post(self.url("write")).json(&WriteBody::new(&model, request))).await.0
     }
 
     /// What OpenFGA holds for this key at this moment, read from its primary.
     pub(crate) async fn read(&self, key: &TupleKey) -> Result<State, Verdict> {
         let body = ReadBody { tuple_key: key, consistency: "HIGHER_CONSISTENCY" };
-        let (verdict, answer) = self.send(self.http.post(self.url("read")).json(&body)).await;
+        let (verdict, answer) = self.send(self.wire.http.post(self.url("read")).json(&body)).await;
         match verdict {
             Verdict::Done => {
                 let page: ReadPage = parse(&answer)?;
@@ -128,7 +139,7 @@ impl Client {
     pub(crate) async fn probe(&self) -> Result<(), Fault> {
         let model = self.follow_model().await?;
         let url = self.url(&format!("authorization-models/{model}"));
-        healthy(self.send(self.http.get(url)).await.0)?;
+        healthy(self.send(self.wire.http.get(url)).await.0)?;
         // The server keeps models in memory; this asks its datastore.
         let nobody = TupleKey::new("fga-outbox:probe", "probe", "fga-outbox:probe").expect("valid");
         self.read(&nobody).await.map(drop).or_else(healthy)
@@ -148,7 +159,7 @@ impl Client {
         }
         let mut url = self.url("authorization-models");
         url.set_query(Some("page_size=1"));
-        let (verdict, answer) = self.send(self.http.get(url)).await;
+        let (verdict, answer) = self.send(self.wire.http.get(url)).await;
         healthy(verdict)?;
         let page: ModelPage = parse(&answer).map_err(unusable)?;
         let Some(latest) = page.authorization_models.into_iter().next() else {
@@ -168,6 +179,20 @@ impl Client {
         self.store.path_segments().and_then(|mut segments| segments.next_back()).unwrap_or_default()
     }
 
+    /// On the home runtime: a request under way goes on to its end, and a connection does not die with an arbiter.
+    async fn send(&self, request: RequestBuilder) -> (Verdict, Vec<u8>) {
+        let wire = self.wire.clone();
+        let sent = self.home.spawn(async move { wire.send(request).await });
+        sent.await.unwrap_or_else(|error| {
+            (
+                Verdict::Target(Fault::new(FaultKind::Unreachable, format!("the request was given up: {error}"))),
+                Vec::new(),
+            )
+        })
+    }
+}
+
+impl Wire {
     /// Sends a request, with another token where the first one is refused.
     async fn send(&self, request: RequestBuilder) -> (Verdict, Vec<u8>) {
         let again = request.try_clone();
@@ -176,17 +201,16 @@ impl Client {
             Err(fault) => return (Verdict::Target(fault), Vec::new()),
         };
         let (verdict, answer) = self.send_with(request, token.as_deref()).await;
-        match (&verdict, token, again) {
-            (Verdict::Target(Fault { kind: FaultKind::Unauthenticated, .. }), Some(token), Some(again))
-                if self.auth.was_refused(&token).await =>
-            {
-                match self.auth.token(&self.http).await {
-                    Ok(token) => self.send_with(again, token.as_deref()).await,
-                    Err(fault) => (Verdict::Target(fault), Vec::new()),
-                }
-            }
-            _ => (verdict, answer),
+        let refused = matches!(&verdict, Verdict::Target(Fault { kind: FaultKind::Unauthenticated, .. }));
+        if let (true, Some(token), Some(again)) = (refused, token, again)
+            && self.auth.was_refused(&token).await
+        {
+            return match self.auth.token(&self.http).await {
+                Ok(token) => self.send_with(again, token.as_deref()).await,
+                Err(fault) => (Verdict::Target(fault), Vec::new()),
+            };
         }
+        (verdict, answer)
     }
 
     async fn send_with(&self, mut request: RequestBuilder, token: Option<&str>) -> (Verdict, Vec<u8>) {

@@ -64,7 +64,7 @@ impl FromStr for DatabaseUrl {
         for (name, value) in form_urlencoded::parse(query.as_bytes()) {
             match &*name {
                 "sslmode" => sslmode = value.into_owned(),
-                "sslrootcert" => roots = Some(value.into_owned()).filter(|path| path != "system"),
+                "sslrootcert" => roots = Some(value.into_owned()),
                 "search_path" => search_path = Some(value.into_owned()),
                 _ => drop(rest.append_pair(&name, &value)),
             }
@@ -121,7 +121,10 @@ impl DatabaseUrl {
 
     fn with_tls(mut self, sslmode: &str, roots: Option<&str>) -> Result<Self, DatabaseError> {
         use tokio_postgres::config::SslMode;
-        let roots = roots.map(|path| read_roots(Path::new(path))).transpose()?;
+        if roots == Some("system") && sslmode != "verify-full" {
+            return Err(invalid("sslrootcert=system needs sslmode=verify-full"));
+        }
+        let roots = roots.filter(|path| *path != "system").map(|path| read_roots(Path::new(path))).transpose()?;
         let (mode, tls) = match (sslmode, roots) {
             ("disable", _) => (SslMode::Disable, None),
             ("allow" | "prefer", _) => (SslMode::Prefer, Some(unverified())),
@@ -204,7 +207,12 @@ impl Pool {
                     Ok::<_, DatabaseError>(connection)
                 };
                 match tokio::time::timeout(CONNECT_TIMEOUT, set_up).await {
-                    Ok(result) => result.map_err(|error| ConnectionError::BadConnection(error.to_string())),
+                    Ok(result) => result.map_err(|error| {
+                        ConnectionError::BadConnection(match error {
+                            DatabaseError::Unreachable(reason) | DatabaseError::Rejected(reason) => reason,
+                            error => error.to_string(),
+                        })
+                    }),
                     Err(_) => Err(ConnectionError::BadConnection("no answer in time".to_owned())),
                 }
             }
@@ -262,7 +270,7 @@ impl bb8::ErrorSink<PoolError> for Failures {
 /// delivery of a lease.
 /// The second is not there before Postgres 14.
 const SESSION: &str = "
-    SET idle_in_transaction_session_timeout = '120s';
+    SET idle_in_transaction_session_timeout = '180s';
     SELECT set_config(name, '1s', false) FROM pg_settings WHERE name = 'client_connection_check_interval'";
 
 fn invalid(problem: impl Into<String>) -> DatabaseError {
@@ -401,6 +409,7 @@ mod tests {
             ("postgres:///db", "names no host"),
             ("postgres://me:hush@h/db?sslmode=full", "sslmode=full is not one of"),
             ("postgres://me:hush@h/db?sslrootcert=/nowhere.pem&sslmode=verify-full", "sslrootcert /nowhere.pem"),
+            ("postgres://me:hush@h/db?sslmode=require&sslrootcert=system", "needs sslmode=verify-full"),
             ("postgres://me:hush@h/db?fallback=yes", "fallback"),
         ] {
             let error = parse(text).expect_err(text);

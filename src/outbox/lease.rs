@@ -1,6 +1,7 @@
 //! The lease: rows held by an open transaction.
 
 use std::collections::{HashMap, HashSet};
+use std::time::Duration;
 
 use diesel::sql_types::{Array, BigInt, Bool, Double, Integer, Nullable, Text};
 use diesel::{QueryableByName, sql_query};
@@ -29,8 +30,24 @@ pub(crate) struct Lease {
     rows: Vec<Row>,
     /// The ids of those that were refused once, and came back.
     came_back: HashSet<i64>,
+    /// The ids of those that were leased before: they may have been sent, by somebody who did not live to record it.
+    doubtful: HashSet<i64>,
     /// The engine's room for one lease, free again when this is gone.
-    _room: OwnedSemaphorePermit,
+    room: OwnedSemaphorePermit,
+}
+
+/// How long OpenFGA may still carry a request out whose sender is gone: it gives a request 3 s, and its gateway 3 s more.
+const OUTLIVES: Duration = Duration::from_millis(6_500);
+
+/// What is to be remembered of rows that OpenFGA accepted.
+#[derive(Debug, Default)]
+pub(crate) struct Remarks {
+    pub(crate) notes: HashMap<i64, String>,
+    /// An older request of these rows may still be on its way, so that a later row that contradicts one is not safe yet.
+    pub(crate) doubtful: HashSet<i64>,
+    /// A request that contradicts these rows may still be on its way: they are sent once more when it can't be any
+    /// longer, and are delivered only then.
+    pub(crate) confirm: HashSet<i64>,
 }
 
 /// What to claim.
@@ -60,13 +77,13 @@ pub(crate) struct Claimed {
 const CLAIM: &str = "
     WITH due AS MATERIALIZED (
         SELECT id, coalesce(attempts, 0) AS attempts, coalesce(payload::text, 'null') AS payload, false AS new,
-            refused_model_id IS NOT NULL AS came_back
+            refused_model_id IS NOT NULL AS came_back, xmax::text <> '0' AS doubtful
         FROM fga_outbox
         WHERE processed_at IS NULL AND next_attempt_at <= now() AND id > $5
         ORDER BY next_attempt_at LIMIT ($2 + 1) / 2 FOR UPDATE SKIP LOCKED
     ), new AS MATERIALIZED (
         SELECT id, coalesce(attempts, 0) AS attempts, coalesce(payload::text, 'null') AS payload, true AS new,
-            refused_model_id IS NOT NULL AS came_back
+            refused_model_id IS NOT NULL AS came_back, xmax::text <> '0' AS doubtful
         FROM fga_outbox
         WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id > $1
         ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED
@@ -77,7 +94,7 @@ const CLAIM: &str = "
     ), room AS (
         SELECT *, sum(least(bytes, $4)) OVER (ORDER BY id) AS so_far, row_number() OVER (ORDER BY id) AS nth FROM leased
     )
-    SELECT id, attempts, new, came_back, bytes, CASE WHEN bytes <= $4 THEN payload END AS payload FROM room
+    SELECT id, attempts, new, came_back, doubtful, bytes, CASE WHEN bytes <= $4 THEN payload END AS payload FROM room
     WHERE nth <= $2 AND (so_far <= $3 OR nth = 1)";
 
 #[derive(QueryableByName)]
@@ -90,6 +107,9 @@ struct ClaimedRow {
     new: bool,
     #[diesel(sql_type = Bool)]
     came_back: bool,
+    /// Postgres leaves in a row who locked it last, also if that came to nothing.
+    #[diesel(sql_type = Bool)]
+    doubtful: bool,
     #[diesel(sql_type = BigInt)]
     bytes: i64,
     #[diesel(sql_type = Nullable<Text>)]
@@ -119,13 +139,17 @@ pub(crate) async fn claim(pool: &Pool, what: Claim, room: OwnedSemaphorePermit) 
     // Rows left out for their size count, too.
     let full = new >= what.rows || bytes >= MAX_LEASE_BYTES / 2 || claimed.len() as i64 > new;
     let last = claimed.iter().map(|row| row.id).max().unwrap_or(i64::MIN);
-    let came_back = came_back(&claimed);
+    let (came_back, doubtful) = (came_back(&claimed), doubtful(&claimed));
     let rows = claimed.into_iter().map(ClaimedRow::read).collect();
-    Ok(Claimed { lease: Some(Lease { connection, rows, came_back, _room: room }), last_new, last, full })
+    Ok(Claimed { lease: Some(Lease { connection, rows, came_back, doubtful, room }), last_new, last, full })
 }
 
 fn came_back(claimed: &[ClaimedRow]) -> HashSet<i64> {
     claimed.iter().filter(|row| row.came_back).map(|row| row.id).collect()
+}
+
+fn doubtful(claimed: &[ClaimedRow]) -> HashSet<i64> {
+    claimed.iter().filter(|row| row.doubtful).map(|row| row.id).collect()
 }
 
 impl ClaimedRow {
@@ -147,25 +171,25 @@ impl Lease {
         std::mem::take(&mut self.rows)
     }
 
-    /// Records these outcomes, reached under this authorization model, with a note on some that are delivered, and gives the lease's other rows back untouched.
+    /// Records these outcomes, reached under this authorization model, with remarks on some that are delivered, and gives the lease's other rows back untouched.
     pub(crate) async fn commit(
         mut self,
         outcomes: &[(i64, Outcome)],
-        notes: &HashMap<i64, String>,
+        remarks: &Remarks,
         model: &str,
-    ) -> Result<(), DatabaseError> {
+    ) -> Result<OwnedSemaphorePermit, DatabaseError> {
         if outcomes.is_empty() {
             return self.give_back().await;
         }
-        record(&mut self.connection, outcomes, notes, model).await?;
+        record(&mut self.connection, outcomes, remarks, model).await?;
         AnsiTransactionManager::commit_transaction(&mut *self.connection).await?;
-        Ok(())
+        Ok(self.room)
     }
 
-    /// Gives all rows back untouched, at once. Dropping does the same, at the cost of the connection.
-    pub(crate) async fn give_back(mut self) -> Result<(), DatabaseError> {
+    /// Gives all rows back untouched, at once, and the room. Dropping does the same, at the cost of the connection.
+    pub(crate) async fn give_back(mut self) -> Result<OwnedSemaphorePermit, DatabaseError> {
         AnsiTransactionManager::rollback_transaction(&mut *self.connection).await?;
-        Ok(())
+        Ok(self.room)
     }
 }
 
@@ -173,23 +197,41 @@ impl Lease {
 pub(crate) struct Ahead {
     pub(crate) id: i64,
     pub(crate) intent: Intent,
-    /// It has failed before: waiting for its time, or due. Otherwise it is new, and most likely somebody else's.
-    pub(crate) again: bool,
+    pub(crate) standing: Standing,
 }
 
-/// New rows from `$1` to `$2`, and failed ones, that are not among `$3`; refused ones lie in neither's way. Of
+/// How a row ahead stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Standing {
+    /// New, and most likely somebody else's.
+    New,
+    /// It has failed before: waiting for its time, or due.
+    Again,
+    /// Delivered a moment ago, while an older request of it may still be on its way.
+    Doubtful,
+}
+
+/// New rows from `$1` to `$2`, and failed ones, that are not among `$3`; refused ones lie in neither's way. Besides,
+/// delivered ones that are still in doubt. Of
 /// these, those that can contradict a lease: rows about one of its objects (`$5`), and where it only writes
 /// unconditionally (`$4`), as most do, rows with deletes or conditions.
 const AHEAD: &str = "
-    SELECT id, again, payload::text AS payload FROM (
-        SELECT id, payload, false AS again FROM fga_outbox
+    SELECT id, again, delivered, payload::text AS payload FROM (
+        SELECT id, payload, false AS again, false AS delivered FROM fga_outbox
         WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id >= $1 AND id < $2 AND id <> ALL($3)
         UNION ALL
-        SELECT id, payload, true AS again FROM fga_outbox
+        SELECT id, payload, true, false FROM fga_outbox
         WHERE processed_at IS NULL AND next_attempt_at < 'infinity' AND id <> ALL($3)
+        UNION ALL
+        SELECT id, payload, false, true FROM fga_outbox
+        WHERE processed_at IS NOT NULL AND next_attempt_at > now()
     ) AS ahead
     WHERE (NOT $4 OR payload ? 'deletes' OR payload @? '$.writes[*].condition')
-        AND EXISTS (SELECT FROM jsonb_path_query(payload, '$.*[*].object') AS object WHERE object #>> '{}' = ANY($5))";
+        AND EXISTS (SELECT FROM jsonb_path_query(payload, '$.*[*].object') AS object WHERE object #>> '{}' = ANY($5))
+    LIMIT $6";
+
+/// With more rows ahead than this, a lease is too far ahead of the others to be worth the look.
+const MOST_AHEAD: usize = 2_000;
 
 #[derive(QueryableByName)]
 struct AheadRow {
@@ -197,21 +239,25 @@ struct AheadRow {
     id: i64,
     #[diesel(sql_type = Bool)]
     again: bool,
+    #[diesel(sql_type = Bool)]
+    delivered: bool,
     #[diesel(sql_type = Text)]
     payload: String,
 }
 
 const ALONG: &str = "
-    SELECT id, coalesce(attempts, 0) AS attempts, false AS new, refused_model_id IS NOT NULL AS came_back, octet_length(payload::text)::bigint AS bytes,
+    SELECT id, coalesce(attempts, 0) AS attempts, false AS new, refused_model_id IS NOT NULL AS came_back,
+        xmax::text <> '0' AS doubtful, octet_length(payload::text)::bigint AS bytes,
         payload::text AS payload
     FROM fga_outbox WHERE id = ANY($1) AND processed_at IS NULL ORDER BY id FOR UPDATE SKIP LOCKED";
 
 impl Lease {
     /// The undelivered rows that can contradict one of these: new ones before the last of these, from this id on, and
     /// whichever have failed before.
-    pub(crate) async fn look_ahead(&mut self, rows: &[Row], from: i64) -> Result<Vec<Ahead>, DatabaseError> {
+    /// None where there are so many that these rows had better wait.
+    pub(crate) async fn look_ahead(&mut self, rows: &[Row], from: i64) -> Result<Option<Vec<Ahead>>, DatabaseError> {
         let intents = || rows.iter().filter_map(|row| row.intent.as_ref().ok());
-        let Some(last) = rows.iter().map(|row| row.id).max() else { return Ok(Vec::new()) };
+        let Some(last) = rows.iter().map(|row| row.id).max() else { return Ok(Some(Vec::new())) };
         let plain = intents().all(|intent| {
             intent.deletes().is_empty() && intent.writes().iter().all(|tuple| tuple.condition().is_none())
         });
@@ -222,17 +268,28 @@ impl Lease {
             .bind::<Array<BigInt>, _>(rows.iter().map(|row| row.id).collect::<Vec<_>>())
             .bind::<Bool, _>(plain)
             .bind::<Array<Text>, _>(objects.into_iter().collect::<Vec<_>>())
+            .bind::<BigInt, _>(MOST_AHEAD as i64 + 1)
             .load(&mut self.connection)
             .await?;
-        let read =
-            |row: AheadRow| Some(Ahead { id: row.id, intent: Intent::from_json(&row.payload).ok()?, again: row.again });
-        Ok(ahead.into_iter().filter_map(read).collect())
+        if ahead.len() > MOST_AHEAD {
+            return Ok(None);
+        }
+        let read = |row: AheadRow| {
+            let standing = match (row.delivered, row.again) {
+                (true, _) => Standing::Doubtful,
+                (false, true) => Standing::Again,
+                (false, false) => Standing::New,
+            };
+            Some(Ahead { id: row.id, intent: Intent::from_json(&row.payload).ok()?, standing })
+        };
+        Ok(Some(ahead.into_iter().filter_map(read).collect()))
     }
 
     /// Leases these rows, too, as far as nobody else holds them.
     pub(crate) async fn take_along(&mut self, ids: &[i64]) -> Result<Vec<Row>, DatabaseError> {
         let rows: Vec<ClaimedRow> = sql_query(ALONG).bind::<Array<BigInt>, _>(ids).load(&mut self.connection).await?;
         self.came_back.extend(came_back(&rows));
+        self.doubtful.extend(doubtful(&rows));
         Ok(rows.into_iter().map(ClaimedRow::read).collect())
     }
 }
@@ -246,12 +303,17 @@ pub(crate) struct Later {
 
 /// Whatever is later than `$1`, and not refused itself: no index helps, but rows come back seldom.
 const LATER: &str = "
-    SELECT id, processed_at IS NOT NULL AS again, payload::text AS payload FROM fga_outbox
+    SELECT id, false AS again, processed_at IS NOT NULL AS delivered, payload::text AS payload FROM fga_outbox
     WHERE id > $1 AND id <> ALL($2) AND (processed_at IS NOT NULL OR next_attempt_at IS DISTINCT FROM 'infinity')
         AND EXISTS (SELECT FROM jsonb_path_query(payload, '$.*[*].object') AS object WHERE object #>> '{}' = ANY($3))
     ORDER BY id";
 
 impl Lease {
+    /// Whether this row may have been sent before, by somebody who did not live to record it.
+    pub(crate) fn is_doubtful(&self, row: &Row) -> bool {
+        row.attempts > 0 || self.doubtful.contains(&row.id)
+    }
+
     /// Whether this row was refused once, and came back.
     pub(crate) fn came_back(&self, row: &Row) -> bool {
         self.came_back.contains(&row.id)
@@ -271,7 +333,7 @@ impl Lease {
             .load(&mut self.connection)
             .await?;
         let read = |row: AheadRow| {
-            Some(Later { id: row.id, intent: Intent::from_json(&row.payload).ok()?, delivered: row.again })
+            Some(Later { id: row.id, intent: Intent::from_json(&row.payload).ok()?, delivered: row.delivered })
         };
         Ok(later.into_iter().filter_map(read).collect())
     }
@@ -279,7 +341,11 @@ impl Lease {
 
 /// `now()` is when the lease began: what is recorded happened later.
 const DELIVERED: &str = "
-    UPDATE fga_outbox SET processed_at = clock_timestamp(), next_attempt_at = NULL WHERE id = ANY($1)";
+    UPDATE fga_outbox SET processed_at = clock_timestamp(),
+        next_attempt_at = CASE WHEN id = ANY($2) THEN clock_timestamp() + $3 * interval '1 second' END
+    WHERE id = ANY($1)";
+const CONFIRM: &str = "
+    UPDATE fga_outbox SET next_attempt_at = clock_timestamp() + $2 * interval '1 second' WHERE id = ANY($1)";
 const NOTED: &str = "UPDATE fga_outbox SET last_error = $2 WHERE id = $1";
 const FAILED: &str = "
     UPDATE fga_outbox SET attempts = least(coalesce(attempts, 0), 2147483646) + 1, last_error = failed.reason,
@@ -290,13 +356,18 @@ const FAILED: &str = "
 async fn record(
     connection: &mut AsyncPgConnection,
     outcomes: &[(i64, Outcome)],
-    notes: &HashMap<i64, String>,
+    remarks: &Remarks,
     model: &str,
 ) -> Result<(), DatabaseError> {
+    let mut confirm = Vec::new();
     let mut delivered = Vec::new();
     let (mut ids, mut reasons, mut seconds) = (Vec::new(), Vec::new(), Vec::new());
     for (id, outcome) in outcomes {
         let (reason, wait) = match outcome {
+            Outcome::Delivered if remarks.confirm.contains(id) => {
+                confirm.push(*id);
+                continue;
+            }
             Outcome::Delivered => {
                 delivered.push(*id);
                 continue;
@@ -311,10 +382,23 @@ async fn record(
         seconds.push(wait);
     }
     if !delivered.is_empty() {
-        sql_query(DELIVERED).bind::<Array<BigInt>, _>(&delivered).execute(connection).await?;
+        let doubtful: Vec<i64> = delivered.iter().filter(|id| remarks.doubtful.contains(id)).copied().collect();
+        sql_query(DELIVERED)
+            .bind::<Array<BigInt>, _>(&delivered)
+            .bind::<Array<BigInt>, _>(doubtful)
+            .bind::<Double, _>(OUTLIVES.as_secs_f64())
+            .execute(connection)
+            .await?;
+    }
+    if !confirm.is_empty() {
+        sql_query(CONFIRM)
+            .bind::<Array<BigInt>, _>(confirm)
+            .bind::<Double, _>((OUTLIVES + Duration::from_millis(500)).as_secs_f64())
+            .execute(connection)
+            .await?;
     }
     for id in delivered {
-        if let Some(note) = notes.get(&id) {
+        if let Some(note) = remarks.notes.get(&id) {
             sql_query(NOTED).bind::<BigInt, _>(id).bind::<Text, _>(recordable(note)).execute(connection).await?;
         }
     }

@@ -38,11 +38,21 @@ pub async fn migrate(url: &DatabaseUrl) -> Result<Migrated, DatabaseError> {
     let mut connection = url.connect().await?;
     check_schema(&mut connection).await?;
     lock(&mut connection).await?;
-    drop_unfinished_indexes(&mut connection).await?;
-    // diesel's harness blocks, and this runtime may have only one thread.
-    tokio::task::spawn_blocking(move || run_pending(connection))
+    let dropped = drop_unfinished_indexes(&mut connection).await;
+    let (migrated, mut connection) = match dropped {
+        Err(error) => (Err(error), connection),
+        // diesel's harness blocks, and this runtime may have only one thread.
+        Ok(()) => tokio::task::spawn_blocking(move || {
+            let mut harness = AsyncMigrationHarness::new(connection);
+            (run_pending(&mut harness), harness.into_inner())
+        })
         .await
-        .map_err(|error| DatabaseError::Migration(error.to_string()))?
+        .map_err(|error| DatabaseError::Migration(error.to_string()))?,
+    };
+    // The end of the connection would do, but only once somebody drives it.
+    let unlock = sql_query("SELECT pg_advisory_unlock($1)").bind::<BigInt, _>(MIGRATION_LOCK);
+    unlock.execute(&mut connection).await?;
+    migrated
 }
 
 async fn check_schema(connection: &mut AsyncPgConnection) -> Result<(), DatabaseError> {
@@ -96,7 +106,7 @@ async fn drop_unfinished_indexes(connection: &mut AsyncPgConnection) -> Result<(
     let unfinished: Vec<Unfinished> = sql_query(
         "SELECT quote_ident(c.relname) AS name FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
          WHERE NOT i.indisvalid AND i.indrelid = to_regclass('fga_outbox')
-             AND c.relname IN ('fga_outbox_retry_idx', 'fga_outbox_pending_idx')",
+             AND c.relname IN ('fga_outbox_retry_idx', 'fga_outbox_pending_idx', 'fga_outbox_doubt_idx')",
     )
     .load(connection)
     .await?;
@@ -106,12 +116,11 @@ async fn drop_unfinished_indexes(connection: &mut AsyncPgConnection) -> Result<(
     Ok(())
 }
 
-fn run_pending(connection: AsyncPgConnection) -> Result<Migrated, DatabaseError> {
+fn run_pending(harness: &mut AsyncMigrationHarness<AsyncPgConnection>) -> Result<Migrated, DatabaseError> {
     let failed = |error: Box<dyn std::error::Error + Send + Sync>| DatabaseError::Migration(error.to_string());
-    let mut harness = AsyncMigrationHarness::new(connection);
     let mut run = Vec::new();
     for migration in harness.pending_migrations(MIGRATIONS).map_err(failed)? {
-        run_one(&mut harness, &*migration).map_err(failed)?;
+        run_one(harness, &*migration).map_err(failed)?;
         run.push(migration.name().to_string());
     }
     Ok(Migrated { run })

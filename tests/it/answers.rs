@@ -2,7 +2,7 @@
 //! mock that stands for a proxy, a hosted service, or something that is not OpenFGA at all.
 
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use fga_outbox::{DrainError, Engine, EngineBuilder, FaultKind};
 use serde_json::{Value, json};
@@ -14,8 +14,8 @@ use wiremock::{Mock, MockServer, Request, ResponseTemplate};
 use crate::bed::{Bed, viewer, write, write_in_office};
 use crate::support::{Cluster, Flavor, MODEL, Server, eventually, within_deadline};
 
-const UNTOUCHED: &str = "SELECT bool_and(attempts = 0 AND last_error IS NULL AND next_attempt_at IS NULL)
-    FROM fga_outbox";
+const UNTOUCHED: &str = "SELECT bool_and(attempts = 0 AND last_error IS NULL
+    AND (processed_at IS NOT NULL OR next_attempt_at IS NULL)) FROM fga_outbox";
 
 /// Something at OpenFGA's place that knows every store and model, holds nothing, and answers writes as it is told.
 struct Mocked {
@@ -519,43 +519,19 @@ async fn a_datastore_that_hangs_pauses_and_costs_no_row_anything() {
     let server = Server::start_private(Flavor::Postgres, &[]).await;
     let bed = Bed::on(&server).await;
     let mut datastore = datastore_of(bed.store.store_id()).await;
+    let engine = bed.engine();
+    within_deadline(engine.drain()).await.unwrap();
+    // Requests end by the server's deadline, after some seconds: 500 `deadline_exceeded`.
+    let lock = datastore.transaction().await.unwrap();
+    lock.batch_execute("LOCK TABLE tuple IN ACCESS EXCLUSIVE MODE").await.unwrap();
     for at in 0..10 {
         bed.insert(&write("anne", &at.to_string())).await;
     }
-    // Requests end by the server's deadline: 500 `deadline_exceeded`.
-    let lock = datastore.transaction().await.unwrap();
-    lock.batch_execute("LOCK TABLE tuple IN ACCESS EXCLUSIVE MODE").await.unwrap();
-    let engine = bed.engine();
     eventually(async || engine.stats().paused.is_some()).await;
-    assert_eq!(engine.stats().delivered, 0);
+    assert!(engine.stats().requests > 0 && engine.stats().delivered == 0, "{:?}", engine.stats());
     assert!(bed.database.query_one::<bool>(UNTOUCHED).await);
     lock.rollback().await.unwrap();
     eventually(async || engine.stats().delivered == 10).await;
     assert!(bed.database.query_one::<bool>(UNTOUCHED).await);
-    engine.stop().await;
-}
-
-#[tokio::test]
-async fn rows_whose_tuples_somebody_locks_wait_and_their_neighbours_are_delivered() {
-    let server = Server::start_private(Flavor::Postgres, &[]).await;
-    let bed = Bed::on(&server).await;
-    let mut datastore = datastore_of(bed.store.store_id()).await;
-    bed.insert(&write("locked", "1")).await;
-    bed.drain().await;
-    let lock = datastore.transaction().await.unwrap();
-    lock.batch_execute("SELECT FROM tuple FOR UPDATE").await.unwrap();
-    let locked = bed.insert(&crate::bed::delete("locked", "1")).await;
-    for at in 0..3 {
-        bed.insert(&write("anne", &at.to_string())).await;
-    }
-    let engine = bed.engine();
-    let began = Instant::now();
-    eventually(async || engine.stats().delivered == 3).await;
-    eventually(async || bed.state(locked).await.waiting).await;
-    println!("neighbours after {:?}", began.elapsed());
-    assert!(bed.state(locked).await.attempts > 0);
-    lock.rollback().await.unwrap();
-    eventually(async || bed.state(locked).await.delivered).await;
-    assert_eq!(bed.store.read_all().await.len(), 3);
     engine.stop().await;
 }

@@ -66,7 +66,7 @@ async fn the_way_of_a_row_by_hand() {
     bed.insert(&json!({"writes": [{"user": "user:anne", "relation": "viewer", "object": "planet:1"}]})).await;
     let (code, stdout, _) = run(on(&bed, &["drain"]));
     assert_eq!(code, 1);
-    assert!(stdout.contains("1 are refused"), "{stdout}");
+    assert!(stdout.contains("1 refused"), "{stdout}");
     let (code, stdout, _) = run(on(&bed, &["status"]));
     assert_eq!(code, 0);
     assert!(stdout.contains("refused    1\ndelivered  5\n"), "{stdout}");
