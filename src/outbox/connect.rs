@@ -285,12 +285,7 @@ fn unusable(error: ConnectionError) -> DatabaseError {
 fn bad_connection(error: tokio_postgres::Error) -> DatabaseError {
     // Classes of SQLSTATE: 28, invalid authorization; 3D, no such database.
     let rejected = error.code().is_some_and(|code| code.code().starts_with("28") || code.code().starts_with("3D"));
-    let mut reason = error.to_string();
-    let mut cause = std::error::Error::source(&error);
-    while let Some(error) = cause {
-        reason = format!("{reason}: {error}");
-        cause = error.source();
-    }
+    let reason = crate::openfga::chain(&error);
     if rejected { DatabaseError::Rejected(reason) } else { DatabaseError::Unreachable(reason) }
 }
 
