@@ -217,8 +217,15 @@ pub(crate) enum Standing {
 /// unconditionally (`$4`), as most do, rows with deletes or conditions.
 const AHEAD: &str = "
     SELECT id, again, delivered, payload::text AS payload FROM (
-        SELECT id, payload, false AS again, false AS delivered FROM fga_outbox
-        WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id >= $1 AND id < $2 AND id <> ALL($3)
+        (
+            SELECT id, payload, false AS again, false AS delivered FROM fga_outbox
+            WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id >= $1 AND id < $2 AND id <> ALL($3)
+                AND (NOT $4 OR payload ? 'deletes' OR payload @? '$.writes[*].condition')
+                AND EXISTS (
+                    SELECT FROM jsonb_path_query(payload, '$.*[*].object') AS object WHERE object #>> '{}' = ANY($5)
+                )
+            LIMIT $6
+        )
         UNION ALL
         SELECT id, payload, true, false FROM fga_outbox
         WHERE processed_at IS NULL AND next_attempt_at < 'infinity' AND id <> ALL($3)
@@ -227,10 +234,10 @@ const AHEAD: &str = "
         WHERE processed_at IS NOT NULL AND next_attempt_at > now()
     ) AS ahead
     WHERE (NOT $4 OR payload ? 'deletes' OR payload @? '$.writes[*].condition')
-        AND EXISTS (SELECT FROM jsonb_path_query(payload, '$.*[*].object') AS object WHERE object #>> '{}' = ANY($5))
-    LIMIT $6";
+        AND EXISTS (SELECT FROM jsonb_path_query(payload, '$.*[*].object') AS object WHERE object #>> '{}' = ANY($5))";
 
-/// With more rows ahead than this, a lease is too far ahead of the others to be worth the look.
+/// With more new rows ahead than this, a lease is too far ahead of the others to be worth the look: it has none, once it
+/// is the first.
 const MOST_AHEAD: usize = 2_000;
 
 #[derive(QueryableByName)]
@@ -271,7 +278,7 @@ impl Lease {
             .bind::<BigInt, _>(MOST_AHEAD as i64 + 1)
             .load(&mut self.connection)
             .await?;
-        if ahead.len() > MOST_AHEAD {
+        if ahead.iter().filter(|row| !row.again && !row.delivered).count() > MOST_AHEAD {
             return Ok(None);
         }
         let read = |row: AheadRow| {
