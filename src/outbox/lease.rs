@@ -73,13 +73,14 @@ pub(crate) struct Claimed {
 }
 
 /// New rows by their own index from `$1` on, retries that are due by theirs. What lies in the table beside them (rows
-/// delivered, waiting or refused) is not looked at, as long as `$1` is past it.
+/// delivered, waiting or refused) is not looked at, as long as `$1` is past it. `id + 0` keeps the planner, which may know
+/// nothing of a table that was just filled, from looking for retries by their ids.
 const CLAIM: &str = "
     WITH due AS MATERIALIZED (
         SELECT id, coalesce(attempts, 0) AS attempts, coalesce(payload::text, 'null') AS payload, false AS new,
             refused_model_id IS NOT NULL AS came_back, xmax::text <> '0' AS doubtful
         FROM fga_outbox
-        WHERE processed_at IS NULL AND next_attempt_at <= now() AND id > $5
+        WHERE processed_at IS NULL AND next_attempt_at <= now() AND id + 0 > $5
         ORDER BY next_attempt_at LIMIT ($2 + 1) / 2 FOR UPDATE SKIP LOCKED
     ), new AS MATERIALIZED (
         SELECT id, coalesce(attempts, 0) AS attempts, coalesce(payload::text, 'null') AS payload, true AS new,
