@@ -62,8 +62,8 @@ enum Command {
     },
     /// Deliver all that can be delivered now, then end
     ///
-    /// Exits with 0 where nothing is left, 1 where rows are left waiting or refused, 2 on bad usage or configuration,
-    /// 3 where Postgres or OpenFGA can't be reached.
+    /// Exits with 0 where nothing is left, 1 where rows are left waiting, refused or held by somebody else, 2 on bad
+    /// usage or configuration, 3 where Postgres or OpenFGA can't be reached.
     #[command(after_help = "Example:\n  \
         fga-outbox drain --database-url postgres://app@localhost/app \\\n    \
         --api-url http://localhost:8080 --store-id 01J9W3S5F0Q1G4Z6V8X2Y7B5NC")]
@@ -224,7 +224,7 @@ fn main() -> ExitCode {
     match actix_rt::System::new().block_on(execute(cli.command)) {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
-            eprintln!("error: {error:#}");
+            complain(format!("error: {error:#}"));
             ExitCode::from(exit_code(&error))
         }
     }
@@ -350,6 +350,9 @@ async fn run_migrations(database: DatabaseArgs) -> anyhow::Result<u8> {
     Ok(0)
 }
 
+/// The engine sends no payload of more than 16 MiB as Postgres writes it, which is with more spaces.
+const LONGEST_LINE: usize = 14 << 20;
+
 /// Payloads go to Postgres in statements of this many.
 const ROWS_A_STATEMENT: usize = 1_000;
 
@@ -391,7 +394,10 @@ async fn enqueue(
             Ok(error) => DatabaseError::from(error).into(),
             Err(error) => error,
         })?;
-    say(format!("enqueued {rows} {}", if rows == 1 { "row" } else { "rows" }))?;
+    // They are in, whether or not this can be said.
+    if let Err(error) = say(format!("enqueued {rows} {}", if rows == 1 { "row" } else { "rows" })) {
+        complain(format!("{error:#}"));
+    }
     Ok(0)
 }
 
@@ -408,6 +414,7 @@ fn next_payloads(lines: &mut (dyn BufRead + Send), name: &str, number: &mut usiz
         if line.trim().is_empty() {
             continue;
         }
+        anyhow::ensure!(line.len() <= LONGEST_LINE, "{}: payload: has {} bytes, more than 14 MiB", here(), line.len());
         Intent::from_json(&line).with_context(here)?;
         payloads.push(line);
     }
@@ -451,7 +458,7 @@ async fn drain(database: &DatabaseArgs, builder: EngineBuilder, json: bool) -> a
         say(format!("delivered {delivered} {unit} in {seconds:.1} s; {waiting} waiting, {refused} refused"))?;
     }
     if drained.held > 0 {
-        eprintln!("{} rows are held by other sessions and were not waited for any longer", drained.held);
+        complain(format!("rows that other sessions hold, and that were not waited for any longer: {}", drained.held));
     }
     Ok(if waiting + refused + drained.held == 0 { 0 } else { LEFT })
 }
@@ -550,7 +557,28 @@ async fn requeue_rows(which: RequeueArgs, dry_run: bool, database: &DatabaseArgs
     Ok(0)
 }
 
-/// To stdout. Whoever reads it may have gone, which is no reason to panic.
+/// To stdout. Whoever reads it may have gone, which is no failure.
 fn say(line: impl Display) -> anyhow::Result<()> {
-    writeln!(std::io::stdout(), "{line}").context("stdout")
+    match writeln!(std::io::stdout(), "{}", printable(&line.to_string())) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        written => written.context("stdout"),
+    }
+}
+
+/// To stderr, if anybody listens.
+fn complain(line: String) {
+    let _ = writeln!(std::io::stderr(), "{}", printable(&line));
+}
+
+/// What rows and servers hold is other people's: none of it controls the terminal.
+fn printable(line: &str) -> String {
+    let mut text = String::with_capacity(line.len());
+    for char in line.chars() {
+        match char {
+            '\n' | '\t' => text.push(char),
+            char if char.is_control() => text.extend(char.escape_unicode()),
+            char => text.push(char),
+        }
+    }
+    text
 }

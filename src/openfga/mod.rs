@@ -226,6 +226,11 @@ impl Wire {
             Ok(body) => body,
             Err(error) => return (unreachable(&error), Vec::new()),
         };
+        // Some servers answer with what they were asked, and an answer may end in a log or in a row.
+        let body = match token {
+            Some(token) if !status.is_success() => String::from_utf8_lossy(&body).replace(token, "[token]").into(),
+            _ => body,
+        };
         let retry_after = headers.get(header::RETRY_AFTER).and_then(|value| value.to_str().ok());
         let verdict = verdict(&Answer { status: status.as_u16(), retry_after, body: &body });
         if let Verdict::Moment { kind: Kind::Unforeseen, .. } = verdict {

@@ -53,7 +53,8 @@ pub async fn status(connection: &mut AsyncPgConnection) -> Result<(Status, Vec<R
              SELECT count(*) FILTER (WHERE next_attempt_at IS NULL OR next_attempt_at <= now()) AS ready,
                  count(*) FILTER (WHERE next_attempt_at > now() AND next_attempt_at < 'infinity') AS waiting,
                  count(*) FILTER (WHERE next_attempt_at = 'infinity') AS refused,
-                 extract(epoch FROM now() - min(created_at))::float8 AS oldest_undelivered_seconds
+                 extract(epoch FROM now() - min(created_at) FILTER (WHERE isfinite(created_at)))::float8
+                     AS oldest_undelivered_seconds
              FROM fga_outbox WHERE processed_at IS NULL
          ) AS pending",
     );

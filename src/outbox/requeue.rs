@@ -147,7 +147,8 @@ pub async fn list(
     let rows: Vec<ListedRow> = sql_query(format!(
         "SELECT id, coalesce(attempts, 0) AS attempts, last_error AS reason,
              coalesce(left(payload::text, $2), 'null') AS payload,
-             extract(epoch FROM now() - created_at)::float8 AS age_seconds,
+             CASE WHEN isfinite(created_at) THEN extract(epoch FROM now() - created_at)::float8 ELSE 0 END
+                 AS age_seconds,
              CASE WHEN next_attempt_at > now() AND next_attempt_at < 'infinity'
                  THEN extract(epoch FROM next_attempt_at - now())::float8 END AS next_attempt_seconds
          FROM fga_outbox WHERE processed_at IS NULL AND {condition} ORDER BY id LIMIT $1"

@@ -92,6 +92,21 @@ async fn a_token_is_renewed_before_it_expires() {
 }
 
 #[tokio::test]
+async fn a_server_that_answers_with_the_token_does_not_get_it_printed() {
+    let bed = Bed::new(Flavor::Memory).await;
+    let echo = MockServer::start().await;
+    let body = json!({"code": "unauthenticated", "message": "you said: Bearer key-sekrit"});
+    Mock::given(wiremock::matchers::any())
+        .respond_with(ResponseTemplate::new(401).set_body_json(body))
+        .mount(&echo)
+        .await;
+    let output = on(&bed, &["drain", "--api-url", &echo.uri(), "--api-token", "key-sekrit"]).output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains("you said: Bearer [token]") && !stderr.contains("sekrit"), "{stderr}");
+}
+
+#[tokio::test]
 async fn a_proxy_of_the_environment_is_used() {
     let bed = Bed::new(Flavor::Memory).await;
     bed.insert(&write("anne", "1")).await;

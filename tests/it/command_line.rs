@@ -167,6 +167,29 @@ async fn postgres_is_reached_with_tls_and_a_password_that_is_never_shown() {
     }
 }
 
+#[tokio::test]
+async fn what_rows_hold_does_not_control_the_terminal() {
+    let bed = Bed::new(Flavor::Memory).await;
+    bed.insert(&write("\u{1b}[31mred", "1")).await;
+    bed.database.execute("UPDATE fga_outbox SET created_at = 'infinity'").await;
+    for args in [&["list", "--ready"][..], &["status"]] {
+        let (code, stdout, stderr) = run(on(&bed, args));
+        assert_eq!(code, 0, "{stderr}");
+        assert!(!stdout.contains('\u{1b}'), "{stdout:?}");
+    }
+    assert!(run(on(&bed, &["list", "--ready"])).1.contains(r"user:\u{1b}[31mred"));
+}
+
+#[tokio::test]
+async fn a_reader_that_has_gone_is_no_failure() {
+    let bed = Bed::new(Flavor::Memory).await;
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut status = on(&bed, &["status"]);
+    status.stdout(writer.try_clone().unwrap()).stderr(writer);
+    assert_eq!(status.status().unwrap().code(), Some(0));
+}
+
 #[test]
 fn help_shows_the_environment_and_an_example_and_no_value() {
     for command in ["migrate", "enqueue", "drain", "run", "status"] {
