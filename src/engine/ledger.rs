@@ -57,7 +57,7 @@ impl Handler<Record> for Ledger {
                 Ok(_room) => {
                     shared.database_answers();
                     shared.recorded.notify_waiters();
-                    outcomes.retain(|(id, _)| !remarks.confirm.contains(id));
+                    outcomes.retain(|(id, outcome)| *outcome != Outcome::Delivered || !remarks.confirm.contains(id));
                     count(&shared, &outcomes);
                 }
                 // The rows are ready again, and will be sent again: that is what at-least-once means.

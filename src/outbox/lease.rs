@@ -172,7 +172,8 @@ impl Lease {
         std::mem::take(&mut self.rows)
     }
 
-    /// Records these outcomes, reached under this authorization model, with remarks on some that are delivered, and gives the lease's other rows back untouched.
+    /// Records these outcomes, reached under this authorization model, with remarks on some that are delivered, and
+    /// gives the lease's other rows back untouched, and the room.
     pub(crate) async fn commit(
         mut self,
         outcomes: &[(i64, Outcome)],

@@ -14,7 +14,7 @@ fn on_planet(user: &str) -> Value {
     json!({"writes": [{"user": format!("user:{user}"), "relation": "viewer", "object": "planet:1"}]})
 }
 
-fn model_with_planets() -> Value {
+pub fn model_with_planets() -> Value {
     let mut model: Value = serde_json::from_str(MODEL).unwrap();
     let planet = json!({"type": "planet", "relations": {"viewer": {"this": {}}}, "metadata": {"relations": {
         "viewer": {"directly_related_user_types": [{"type": "user"}]}}}});

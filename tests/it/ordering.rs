@@ -8,9 +8,10 @@ use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 use serde_json::{Value, json};
 
+use crate::again::model_with_planets;
 use crate::bed::{Bed, delete, viewer, write};
 use crate::command_line::on;
-use crate::support::{Flavor, MODEL, eventually, within_deadline};
+use crate::support::{Flavor, eventually, within_deadline};
 
 const LEFT: &str = "SELECT count(*) FROM fga_outbox WHERE processed_at IS NULL";
 
@@ -232,10 +233,7 @@ async fn a_refused_row_that_comes_back_does_not_undo_what_later_rows_did() {
     bed.insert(&json!({"deletes": [viewer("anne", "1"), viewer("carl", "1")]})).await;
     assert_eq!(bed.drain().await.delivered, 1);
 
-    let mut model: Value = serde_json::from_str(MODEL).unwrap();
-    let planet = json!({"type": "planet", "relations": {"viewer": {"this": {}}}, "metadata": {"relations": {
-        "viewer": {"directly_related_user_types": [{"type": "user"}]}}}});
-    model["type_definitions"].as_array_mut().unwrap().push(planet);
+    let model = model_with_planets();
     let engine = bed.builder().model_id(bed.store.write_model(&model).await).start().unwrap();
     eventually(async || bed.state(refused).await.delivered && bed.state(only_overruled).await.delivered).await;
     engine.stop().await;
