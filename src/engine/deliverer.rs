@@ -99,6 +99,9 @@ impl Handler<Crash> for Deliverer {
 /// moment ago of which an older request may still be on its way.
 async fn in_order(shared: &Shared, lease: &mut Lease) -> Result<(Vec<Row>, Vec<(i64, Intent)>), DatabaseError> {
     let mut rows = lease.take_rows();
+    if !shared.settings.ordered {
+        return Ok((rows, Vec::new()));
+    }
     loop {
         rows.sort_unstable_by_key(|row| row.id);
         let Some(ahead) = lease.look_ahead(&rows, shared.horizon.load(Relaxed)).await? else {

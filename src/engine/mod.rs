@@ -55,6 +55,7 @@ const DELIVERERS: usize = 2;
 #[derive(Clone)]
 pub struct Engine {
     shared: Arc<Shared>,
+    #[cfg_attr(not(feature = "internals"), expect(dead_code))]
     kept: KeptActors,
 }
 
@@ -104,6 +105,7 @@ struct Settings {
     patience: Duration,
     max_attempts: Option<u32>,
     model_interval: Duration,
+    ordered: bool,
 }
 
 /// That Postgres can't be used, since when and why.
@@ -386,6 +388,7 @@ impl Engine {
         self.shared.ended.cancel();
     }
 
+    #[cfg(feature = "internals")]
     #[doc(hidden)]
     pub fn crash(&self, actor: &str) {
         match actor {

@@ -145,10 +145,12 @@ impl Server {
     pub async fn start_private(flavor: Flavor, extra_args: &[&str]) -> Server {
         let port = parts::free_port();
         let database = if flavor.is_on_postgres() { Some(Database::new().await) } else { None };
-        let keeper = Keeper::new(RunAs::Me, "KILL", extra_args, |_| {
+        let keeper = Keeper::new(RunAs::Me, "KILL", extra_args, |dir| {
             let binary = if flavor.is_old() { parts::openfga_old() } else { parts::openfga() };
             let mut environment = vec![
                 ("OPENFGA", binary.display().to_string()),
+                // For its socket, which it leaves behind where it is killed.
+                ("TMPDIR", dir.display().to_string()),
                 ("OPENFGA_HTTP_ADDR", format!("127.0.0.1:{port}")),
                 ("OPENFGA_GRPC_ADDR", format!("127.0.0.1:{}", parts::free_port())),
                 ("OPENFGA_PLAYGROUND_ENABLED", "false".into()),
