@@ -13,10 +13,11 @@ use url::Url;
 
 use super::claimer::Claimer;
 use super::deliverer::Deliverer;
+use super::flow::Permits;
 use super::gate::Gate;
 use super::keeper::Kept;
 use super::ledger::Ledger;
-use super::{DELIVERERS, Engine, FLOW, Home, KeptActors, ROOM, Settings, Shared};
+use super::{DELIVERERS, Engine, Home, KeptActors, ROOM, Settings, Shared};
 use crate::delivery::verdict::Fault;
 use crate::openfga::{Auth, Client, ClientCredentials, Target, chain};
 use crate::outbox::{DatabaseError, DatabaseUrl, Pool};
@@ -245,7 +246,7 @@ impl EngineBuilder {
             gate: Gate::new(),
             limits: Default::default(),
             room: Arc::new(Semaphore::new(ROOM as usize)),
-            flow: Arc::new(Semaphore::new(FLOW)),
+            flow: Permits::new(),
             failures_in_a_row: Default::default(),
             wake: Notify::new(),
             horizon: Default::default(),

@@ -5,22 +5,22 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use actix::{Actor, Context, Handler, Message, ResponseFuture};
-use futures_util::stream::FuturesUnordered;
-use futures_util::{StreamExt as _, TryStreamExt as _};
-use tokio::sync::OwnedSemaphorePermit;
-
 use super::Crash;
 use super::Shared;
+use super::flow::Permit;
 use super::gate::Mode;
 use super::keeper::{Alive, Kept};
 use super::ledger::{Ledger, Record};
 use crate::delivery::backoff;
+use crate::delivery::flow::Answered;
 use crate::delivery::order::{self, Return};
 use crate::delivery::plan::{Outcome, Plan, Request, Row, State};
 use crate::delivery::verdict::{Excess, Fault, FaultKind, Kind, Verdict};
 use crate::outbox::{Ahead, DatabaseError, Later, Lease, Remarks, Standing};
 use crate::tuple::Intent;
+use actix::{Actor, Context, Handler, Message, ResponseFuture};
+use futures_util::stream::FuturesUnordered;
+use futures_util::{StreamExt as _, TryStreamExt as _};
 
 /// How often a request is sent in all, within a lease, that meets races or faults.
 const TRIES_AFTER_RACE: u32 = 8;
@@ -220,8 +220,7 @@ async fn carry_out(shared: &Shared, plan: &mut Plan) {
             Some((request, end)) = in_flight.next(), if !in_flight.is_empty() => {
                 take_back(plan, request, end);
             }
-            permit = shared.flow.clone().acquire_owned(), if next.is_some() => {
-                let permit = permit.expect("never closed");
+            permit = shared.flow.clone().acquire(), if next.is_some() => {
                 let request = next.take().expect("checked before");
                 match shared.may_send() {
                     true => in_flight.push(send(shared, request, permit)),
@@ -258,13 +257,15 @@ fn take_back(plan: &mut Plan, request: Request, end: End) {
 }
 
 /// Sends a request until its end is known: again at once where the moment was bad, as long as that may help.
-async fn send(shared: &Shared, request: Request, _permit: OwnedSemaphorePermit) -> (Request, End) {
+async fn send(shared: &Shared, request: Request, permit: Permit) -> (Request, End) {
     let (mut races, mut faults) = (backoff::after_race(), backoff::after_fault());
     let mut tries = 0;
     let end = loop {
         tries += 1;
         shared.counters.requests.fetch_add(1, Relaxed);
+        let sent = Instant::now();
         let verdict = shared.client.write(&request).await;
+        permit.answered(answered(&verdict), request.steps.len(), sent);
         if !matches!(verdict, Verdict::Moment { kind: Kind::Failure | Kind::Unforeseen, .. } | Verdict::Target(_)) {
             shared.failures_in_a_row.store(0, Relaxed);
             shared.gate.open();
@@ -304,6 +305,17 @@ async fn send(shared: &Shared, request: Request, _permit: OwnedSemaphorePermit) 
         }
     };
     (request, end)
+}
+
+/// What a verdict tells of the server's load.
+fn answered(verdict: &Verdict) -> Answered {
+    match verdict {
+        Verdict::Done => Answered::Done,
+        Verdict::Target(_) | Verdict::Moment { kind: Kind::Failure | Kind::Unforeseen, .. } => Answered::Overloaded,
+        Verdict::Moment { kind: Kind::Race, .. } | Verdict::Row { .. } | Verdict::Tuple { .. } | Verdict::Size(_) => {
+            Answered::Otherwise
+        }
+    }
 }
 
 /// Whose fault it is that a request keeps failing: the target's where it can't even be read, or where nothing else gets

@@ -3,6 +3,7 @@
 mod builder;
 mod claimer;
 mod deliverer;
+mod flow;
 mod gate;
 mod keeper;
 mod ledger;
@@ -18,6 +19,7 @@ use tokio_util::sync::CancellationToken;
 pub use builder::{ConfigError, EngineBuilder};
 use claimer::Claimer;
 use deliverer::Deliverer;
+use flow::Permits;
 use gate::{Gate, Mode, Pause};
 use keeper::Kept;
 use ledger::Ledger;
@@ -29,8 +31,6 @@ use crate::outbox::{DatabaseError, Left, Pool, last_id, left};
 
 /// Leases that may be out at once: one is delivered while the next is claimed and the last is recorded.
 const ROOM: u32 = 4;
-/// Requests that may be in flight at once. Beyond about four OpenFGA only gets slower.
-const FLOW: usize = 4;
 const DELIVERERS: usize = 2;
 
 /// A running engine: a cheap handle that can be cloned and shared between threads, such as in actix-web's `web::Data`.
@@ -76,7 +76,7 @@ pub(crate) struct Shared {
     /// A permit for each lease.
     room: Arc<Semaphore>,
     /// A permit for each request in flight.
-    flow: Arc<Semaphore>,
+    flow: Arc<Permits>,
     failures_in_a_row: AtomicU32,
     wake: Notify,
     /// From which id on undelivered rows may lie that are neither refused nor failed.
