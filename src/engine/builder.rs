@@ -17,6 +17,7 @@ use super::flow::Permits;
 use super::gate::Gate;
 use super::keeper::Kept;
 use super::ledger::Ledger;
+use super::listener::Listener;
 use super::{DELIVERERS, Engine, Home, KeptActors, ROOM, Settings, Shared};
 use crate::delivery::verdict::Fault;
 use crate::openfga::{Auth, Client, ClientCredentials, Target, chain};
@@ -85,6 +86,8 @@ impl Default for EngineBuilder {
                 max_attempts: None,
                 model_interval: Duration::from_secs(10),
                 ordered: true,
+                #[cfg(feature = "internals")]
+                steps: None,
             },
         }
     }
@@ -209,6 +212,14 @@ impl EngineBuilder {
         self
     }
 
+    /// Has the engine's steps told, and waits at each until it may go on.
+    #[cfg(feature = "internals")]
+    #[doc(hidden)]
+    pub fn steps(mut self, steps: super::Steps) -> Self {
+        self.settings.steps = Some(steps);
+        self
+    }
+
     /// Whether OpenFGA can be used with these settings: it answers, lets us in, and knows the store and the model.
     ///
     /// # Errors
@@ -240,8 +251,9 @@ impl EngineBuilder {
         };
         let shared = Arc::new(Shared {
             settings: self.settings,
-            // One for each lease, one that is claimed meanwhile, one for questions.
-            pool: Pool::new(&url, home.handle(), ROOM + 2),
+            // One for each lease, one that is claimed meanwhile, one for questions, one for a nap.
+            pool: Pool::new(&url, home.handle(), ROOM + 3),
+            database_url: url,
             client,
             gate: Gate::new(),
             limits: Default::default(),
@@ -249,6 +261,9 @@ impl EngineBuilder {
             flow: Permits::new(),
             failures_in_a_row: Default::default(),
             wake: Notify::new(),
+            listening: Default::default(),
+            rings: Default::default(),
+            missed_rings: Default::default(),
             horizon: Default::default(),
             blocked: Default::default(),
             recorded: Notify::new(),
@@ -264,6 +279,7 @@ impl EngineBuilder {
             claimer: Kept::new(),
             deliverers: (0..DELIVERERS).map(|_| Kept::new()).collect(),
             ledger: Kept::new(),
+            listener: Kept::new(),
         };
         keep_all(&system(&shared)?, &shared, &kept);
         Ok(Engine { shared, kept })
@@ -340,6 +356,9 @@ fn keep_all(arbiter: &ArbiterHandle, shared: &Arc<Shared>, kept: &KeptActors) {
     let for_ledger = shared.clone();
     let ledger = move |alive| Ledger::new(for_ledger.clone(), alive);
     arbiter.spawn(kept.ledger.clone().keep("ledger", shared.clone(), ledger));
+    let for_listener = shared.clone();
+    let listener = move |alive| Listener::new(for_listener.clone(), alive);
+    arbiter.spawn(kept.listener.clone().keep("listener", shared.clone(), listener));
     for deliverer in &kept.deliverers {
         let (for_deliverer, ledger) = (shared.clone(), kept.ledger.clone());
         let make = move |alive| Deliverer::new(for_deliverer.clone(), ledger.clone(), alive);

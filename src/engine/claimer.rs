@@ -12,7 +12,7 @@ use super::gate::Mode;
 use super::keeper::{Alive, Kept};
 use super::{Crash, ROOM, Shared};
 use crate::delivery::backoff::{self, Backoff};
-use crate::outbox::{Claim, Claimed, DatabaseError, Horizon, claim, requeue_older};
+use crate::outbox::{Bell, Claim, Claimed, DatabaseError, Horizon, Nap, claim, requeue_older};
 
 /// The rows of a lease: few at first, more while the backlog fills them.
 const FEWEST_ROWS: i64 = 100;
@@ -27,6 +27,20 @@ const LONGEST_CLAIM: Duration = Duration::from_secs(30);
 
 /// Between looks for a deliverer, while all are being started anew.
 const DELIVERER_PAUSE: Duration = Duration::from_millis(10);
+
+/// After there was something to do, how long the engine stays awake, and how often it looks: where rows come one after
+/// the other, ringing for each would cost their transactions more than the looks cost the engine.
+const STAYS_AWAKE: Duration = Duration::from_millis(20);
+const LOOKS: Duration = Duration::from_millis(2);
+
+/// How often an engine looks that can't nap, because a transaction is open that will not ring.
+const LOOKS_WHILE_IN_USE: Duration = Duration::from_millis(10);
+
+/// A nap is begun anew after this time, well before Postgres ends a transaction that does nothing.
+const LONGEST_NAP: Duration = Duration::from_secs(60);
+
+/// A ring may be on its way for this long.
+const RING_IS_LATE: Duration = Duration::from_secs(1);
 
 /// How often rows are brought back for a new authorization model, an interval apart.
 const REQUEUES: u32 = 3;
@@ -76,6 +90,7 @@ struct Claiming {
     blocked: Backoff,
     models: Models,
     horizon: Horizon,
+    rest: Rest,
 }
 
 enum Step {
@@ -83,6 +98,17 @@ enum Step {
     Found,
     /// There is nothing to lease.
     Nothing,
+}
+
+/// How the engine waits for something to do.
+struct Rest {
+    /// When there was something to do.
+    busy: Instant,
+    nap: Option<(Nap, Instant)>,
+    /// Whether the clock ended the last wait of a nap, and no ring.
+    by_clock: bool,
+    /// When a look by the clock found new rows, and the rings until then.
+    unannounced: Option<(Instant, u64)>,
 }
 
 /// When to look for a newer authorization model, and which one rows were brought back for.
@@ -107,6 +133,7 @@ impl Claiming {
             blocked: backoff::between_restarts(),
             models,
             horizon: Horizon::default(),
+            rest: Rest { busy: Instant::now(), nap: None, by_clock: false, unannounced: None },
         }
     }
 
@@ -130,8 +157,16 @@ impl Claiming {
             }
             was_out = out;
             match self.step().await {
-                Ok(Step::Found) => {}
-                Ok(Step::Nothing) => drop(self.unless_stopped(self.idle()).await),
+                Ok(Step::Found) => {
+                    self.rest.busy = Instant::now();
+                    self.rest.by_clock = false;
+                    self.wake_up().await;
+                }
+                Ok(Step::Nothing) => {
+                    if let Err(error) = self.rest().await {
+                        shared.database_fails(error);
+                    }
+                }
                 Err(error) => shared.database_fails(error),
             }
         }
@@ -146,12 +181,7 @@ impl Claiming {
             self.unless_stopped(self.probe()).await;
             return Ok(Step::Found);
         }
-        if mode == Mode::Open && self.models.look_at <= Instant::now() {
-            self.follow_model().await?;
-        }
-        if self.horizon.is_due() {
-            self.look_at_horizon().await?;
-        }
+        self.keep_house(Duration::from_secs(1)).await?;
         let Some(room) = self.unless_stopped(self.room(mode)).await else { return Ok(Step::Found) };
         // Meanwhile it may have changed.
         match shared.gate.mode() {
@@ -230,6 +260,9 @@ impl Claiming {
         };
         let mut claimed = claimed?;
         let Some(lease) = claimed.lease.take() else { return Ok(None) };
+        if self.rest.by_clock && claimed.last_new.is_some() {
+            self.rest.unannounced.get_or_insert((Instant::now(), self.shared.rings.load(Relaxed)));
+        }
         self.shared.counters.leases.fetch_add(1, Relaxed);
         // In turn, past those that are being started anew; where all are, the lease gives its rows back.
         for _ in 0..self.deliverers.len() {
@@ -258,6 +291,17 @@ impl Claiming {
         }
     }
 
+    /// Does what has been due for so long: best while there is nothing else to do.
+    async fn keep_house(&mut self, overdue: Duration) -> Result<(), DatabaseError> {
+        if self.shared.gate.mode() == Mode::Open && self.models.look_at + overdue <= Instant::now() {
+            self.follow_model().await?;
+        }
+        if self.horizon.is_due(overdue) {
+            self.look_at_horizon().await?;
+        }
+        Ok(())
+    }
+
     async fn look_at_horizon(&mut self) -> Result<(), DatabaseError> {
         let mut connection = self.shared.pool.get().await?;
         self.shared.horizon.store(self.horizon.look(&mut connection).await?, Relaxed);
@@ -283,10 +327,67 @@ impl Claiming {
         Ok(())
     }
 
-    async fn idle(&self) {
+    /// Waits where a sweep found nothing. A nap that is to begin needs one more.
+    async fn rest(&mut self) -> Result<(), DatabaseError> {
+        let shared = self.shared.clone();
+        let poll = shared.settings.poll_interval;
+        self.notice_missed_ring();
+        self.keep_house(Duration::ZERO).await?;
+        if !shared.listening.load(Relaxed) {
+            self.wake_up().await;
+            self.wait(poll).await;
+        } else if self.rest.busy.elapsed() < STAYS_AWAKE {
+            self.wait(LOOKS.min(poll)).await;
+        } else if let Some((_, since)) = &self.rest.nap {
+            shared.step("falls asleep").await;
+            let long = since.elapsed() > LONGEST_NAP;
+            self.rest.by_clock = !self.wait(poll.min(LONGEST_NAP)).await;
+            if long {
+                self.wake_up().await;
+            }
+        } else {
+            shared.step("takes the bell").await;
+            match Nap::take(&shared.pool).await? {
+                Bell::Taken(nap) => {
+                    shared.step("looks once more").await;
+                    self.rest.nap = Some((nap, Instant::now()));
+                    self.rest.by_clock = false;
+                }
+                Bell::TakenByOther => drop(self.wait(poll).await),
+                Bell::InUse => drop(self.wait(LOOKS_WHILE_IN_USE.min(poll)).await),
+            }
+        }
+        Ok(())
+    }
+
+    /// Until the engine is woken, or for so long. Whether it was woken.
+    async fn wait(&self, long: Duration) -> bool {
         tokio::select! {
-            () = self.shared.wake.notified() => {}
-            () = tokio::time::sleep(self.shared.settings.poll_interval) => {}
+            biased;
+            () = self.shared.wake.notified() => true,
+            () = self.shared.stopping.cancelled() => true,
+            () = tokio::time::sleep(long) => false,
+        }
+    }
+
+    /// From now on nobody needs to ring.
+    async fn wake_up(&mut self) {
+        if let Some((nap, _)) = self.rest.nap.take() {
+            // A connection that fails lets go of the bell, too.
+            let _ = nap.end().await;
+        }
+    }
+
+    /// Counts a look by the clock that found new rows, unless the ring was only late.
+    fn notice_missed_ring(&mut self) {
+        if let Some((_, rings)) = self.rest.unannounced.take_if(|(found, _)| found.elapsed() > RING_IS_LATE)
+            && self.shared.rings.load(Relaxed) == rings
+            && self.shared.missed_rings.fetch_add(1, Relaxed) == 0
+        {
+            tracing::warn!(
+                "new rows were found that no doorbell told of: does DATABASE_URL lead to a pooler, or is the trigger \
+                 fga_outbox_ring missing or disabled? They are delivered, up to the poll interval later"
+            );
         }
     }
 

@@ -7,6 +7,7 @@ mod flow;
 mod gate;
 mod keeper;
 mod ledger;
+mod listener;
 
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
@@ -23,11 +24,12 @@ use flow::Permits;
 use gate::{Gate, Mode, Pause};
 use keeper::Kept;
 use ledger::Ledger;
+use listener::Listener;
 
 use crate::delivery::plan::Limits;
 use crate::delivery::verdict::Fault;
 use crate::openfga::Client;
-use crate::outbox::{DatabaseError, Left, Pool, last_id, left};
+use crate::outbox::{DatabaseError, DatabaseUrl, Left, Pool, last_id, left};
 
 /// Leases that may be out at once: one is delivered while the next is claimed and the last is recorded.
 const ROOM: u32 = 4;
@@ -64,11 +66,13 @@ struct KeptActors {
     claimer: Kept<Claimer>,
     deliverers: Vec<Kept<Deliverer>>,
     ledger: Kept<Ledger>,
+    listener: Kept<Listener>,
 }
 
 /// What all actors share.
 pub(crate) struct Shared {
     settings: Settings,
+    database_url: DatabaseUrl,
     pool: Pool,
     client: Client,
     gate: Gate,
@@ -78,7 +82,12 @@ pub(crate) struct Shared {
     /// A permit for each request in flight.
     flow: Arc<Permits>,
     failures_in_a_row: AtomicU32,
+    /// There may be something to claim.
     wake: Notify,
+    /// Whether the doorbell is heard, how often it rang, and how often it should have.
+    listening: AtomicBool,
+    rings: AtomicU64,
+    missed_rings: AtomicU64,
     /// From which id on undelivered rows may lie that are neither refused nor failed.
     horizon: AtomicI64,
     /// Rows were given back because they have to wait for rows that somebody else has.
@@ -106,7 +115,13 @@ struct Settings {
     max_attempts: Option<u32>,
     model_interval: Duration,
     ordered: bool,
+    #[cfg(feature = "internals")]
+    steps: Option<Steps>,
 }
+
+/// Takes each step of the engine that a test may want to see, and waits until the test lets it go on.
+#[cfg(feature = "internals")]
+pub(crate) type Steps = tokio::sync::mpsc::UnboundedSender<(&'static str, tokio::sync::oneshot::Sender<()>)>;
 
 /// That Postgres can't be used, since when and why.
 #[derive(Debug, Clone)]
@@ -151,6 +166,18 @@ pub(crate) struct Crash;
 impl Shared {
     fn may_send(&self) -> bool {
         !self.stopping.is_cancelled() && self.gate.mode() != Mode::Closed
+    }
+
+    /// A place where a test may hold the engine.
+    #[cfg_attr(not(feature = "internals"), expect(clippy::unused_async))]
+    async fn step(&self, _name: &'static str) {
+        #[cfg(feature = "internals")]
+        if let Some(steps) = &self.settings.steps {
+            let (go_on, told) = tokio::sync::oneshot::channel();
+            if steps.send((_name, go_on)).is_ok() {
+                let _ = told.await;
+            }
+        }
     }
 
     /// Says so once, however often it fails.
@@ -219,6 +246,11 @@ pub struct Stats {
     pub requests: u64,
     /// Leases taken.
     pub leases: u64,
+    /// Times that the doorbell woke the engine.
+    pub rings: u64,
+    /// Times that a look by the clock found rows that the doorbell should have told of: none, where it is heard and
+    /// every program inserts its rows into the table with its trigger on.
+    pub missed_rings: u64,
     /// Actors that died and were started anew.
     pub restarts: u64,
     /// Answers of OpenFGA that are not known, and were taken for passing faults; each kind is logged in full once.
@@ -250,6 +282,8 @@ impl Engine {
             refused: counters.refused.load(Relaxed),
             requests: counters.requests.load(Relaxed),
             leases: counters.leases.load(Relaxed),
+            rings: self.shared.rings.load(Relaxed),
+            missed_rings: self.shared.missed_rings.load(Relaxed),
             restarts: counters.restarts.load(Relaxed),
             unforeseen: self.shared.client.unforeseen(),
             paused: self.shared.gate.watch().borrow().as_ref().map(|pause| pause.fault.reason.clone()),
@@ -395,6 +429,7 @@ impl Engine {
             "claimer" => self.kept.claimer.send(Crash),
             "deliverer" => self.kept.deliverers[0].send(Crash),
             "ledger" => self.kept.ledger.send(Crash),
+            "listener" => self.kept.listener.send(Crash),
             _ => panic!("no such actor: {actor}"),
         }
     }

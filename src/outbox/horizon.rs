@@ -59,8 +59,9 @@ struct Seen {
 }
 
 impl Horizon {
-    pub(crate) fn is_due(&self) -> bool {
-        self.looked.is_none_or(|looked| looked.elapsed() >= INTERVAL)
+    /// Whether it has been for so long.
+    pub(crate) fn is_due(&self, overdue: Duration) -> bool {
+        self.looked.is_none_or(|looked| looked.elapsed() >= INTERVAL + overdue)
     }
 
     /// Looks again, and gives the bound.

@@ -30,7 +30,8 @@ pub(crate) struct Lease {
     rows: Vec<Row>,
     /// The ids of those that were refused once, and came back.
     came_back: HashSet<i64>,
-    /// The ids of those that were leased before: they may have been sent, by somebody who did not live to record it.
+    /// The ids of those that may have been sent before, by somebody who did not live to record it; and of such rows that
+    /// are locked with them.
     doubtful: HashSet<i64>,
     /// The engine's room for one lease, free again when this is gone.
     room: OwnedSemaphorePermit,
@@ -72,31 +73,50 @@ pub(crate) struct Claimed {
     pub(crate) full: bool,
 }
 
+/// Whether a row may have been sent by somebody who did not live to record it: it was tried before, or whoever locked it
+/// last did not commit. Postgres leaves that one's transaction in `xmax`, 32 bits of it: it is the one of this number
+/// that is nearest to the next transaction. Where it is so old that its end is forgotten, no request of it is on its way.
+macro_rules! doubtful {
+    () => {
+        "(next_attempt_at IS NOT NULL OR coalesce(attempts, 0) > 0 OR CASE WHEN xmax = '0'::xid THEN false ELSE (
+            SELECT coalesce(pg_xact_status(greatest(
+                next + ((xmax::text::bigint - next + 2147483648) & 4294967295) - 2147483648, 0
+            )::text::xid8) <> 'committed', false)
+            FROM (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint) AS transaction (next)
+        ) END)"
+    };
+}
+
 /// New rows by their own index from `$1` on, retries that are due by theirs. What lies in the table beside them (rows
 /// delivered, waiting or refused) is not looked at, as long as `$1` is past it. `id + 0` keeps the planner, which may know
 /// nothing of a table that was just filled, from looking for retries by their ids.
-const CLAIM: &str = "
-    WITH due AS MATERIALIZED (
-        SELECT id, coalesce(attempts, 0) AS attempts, coalesce(payload::text, 'null') AS payload, false AS new,
-            refused_model_id IS NOT NULL AS came_back, xmax::text <> '0' AS doubtful
+const CLAIM: &str = concat!(
+    "WITH due AS MATERIALIZED (
+        SELECT id, attempts, payload, refused_model_id, false AS new, ",
+    doubtful!(),
+    " AS doubtful
         FROM fga_outbox
         WHERE processed_at IS NULL AND next_attempt_at <= now() AND id + 0 > $5
         ORDER BY next_attempt_at LIMIT ($2 + 1) / 2 FOR UPDATE SKIP LOCKED
     ), new AS MATERIALIZED (
-        SELECT id, coalesce(attempts, 0) AS attempts, coalesce(payload::text, 'null') AS payload, true AS new,
-            refused_model_id IS NOT NULL AS came_back, xmax::text <> '0' AS doubtful
+        SELECT id, attempts, payload, refused_model_id, true AS new, ",
+    doubtful!(),
+    " AS doubtful
         FROM fga_outbox
         WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id > $1
         ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED
-    ), leased AS (
-        SELECT *, octet_length(payload)::bigint AS bytes FROM due
-        UNION ALL
-        SELECT *, octet_length(payload)::bigint AS bytes FROM new
+    ), claimed AS (
+        SELECT *, coalesce(payload::text, 'null') AS text FROM (SELECT * FROM due UNION ALL SELECT * FROM new) AS found
     ), room AS (
-        SELECT *, sum(least(bytes, $4)) OVER (ORDER BY id) AS so_far, row_number() OVER (ORDER BY id) AS nth FROM leased
+        SELECT *, octet_length(text)::bigint AS bytes,
+            sum(least(octet_length(text)::bigint, $4)) OVER (ORDER BY id) AS so_far, row_number() OVER (ORDER BY id) AS nth
+        FROM claimed
     )
-    SELECT id, attempts, new, came_back, doubtful, bytes, CASE WHEN bytes <= $4 THEN payload END AS payload FROM room
-    WHERE nth <= $2 AND (so_far <= $3 OR nth = 1)";
+    SELECT id, coalesce(attempts, 0) AS attempts, new, refused_model_id IS NOT NULL AS came_back, doubtful, bytes,
+        CASE WHEN bytes <= $4 THEN text END AS payload,
+        nth <= $2 AND (so_far <= $3 OR nth = 1) AS fits
+    FROM room"
+);
 
 #[derive(QueryableByName)]
 struct ClaimedRow {
@@ -108,9 +128,11 @@ struct ClaimedRow {
     new: bool,
     #[diesel(sql_type = Bool)]
     came_back: bool,
-    /// Postgres leaves in a row who locked it last, also if that came to nothing.
     #[diesel(sql_type = Bool)]
     doubtful: bool,
+    /// Whether there is room for it in the lease.
+    #[diesel(sql_type = Bool)]
+    fits: bool,
     #[diesel(sql_type = BigInt)]
     bytes: i64,
     #[diesel(sql_type = Nullable<Text>)]
@@ -134,14 +156,15 @@ pub(crate) async fn claim(pool: &Pool, what: Claim, room: OwnedSemaphorePermit) 
         AnsiTransactionManager::rollback_transaction(&mut *connection).await?;
         return Ok(Claimed { lease: None, last_new: None, last: i64::MIN, full: false });
     }
-    let last_new = claimed.iter().filter(|row| row.new).map(|row| row.id).max();
-    let new = claimed.iter().filter(|row| row.new).count() as i64;
-    let bytes: i64 = claimed.iter().map(|row| row.bytes).sum();
+    let fitting = || claimed.iter().filter(|row| row.fits);
+    let last_new = fitting().filter(|row| row.new).map(|row| row.id).max();
+    let new = fitting().filter(|row| row.new).count() as i64;
+    let bytes: i64 = fitting().map(|row| row.bytes).sum();
     // Rows left out for their size count, too.
     let full = new >= what.rows || bytes >= MAX_LEASE_BYTES / 2 || claimed.len() as i64 > new;
-    let last = claimed.iter().map(|row| row.id).max().unwrap_or(i64::MIN);
+    let last = fitting().map(|row| row.id).max().unwrap_or(i64::MIN);
     let (came_back, doubtful) = (came_back(&claimed), doubtful(&claimed));
-    let rows = claimed.into_iter().map(ClaimedRow::read).collect();
+    let rows = claimed.into_iter().filter(|row| row.fits).map(ClaimedRow::read).collect();
     Ok(Claimed { lease: Some(Lease { connection, rows, came_back, doubtful, room }), last_new, last, full })
 }
 
@@ -188,9 +211,14 @@ impl Lease {
         Ok(self.room)
     }
 
-    /// Gives all rows back untouched, at once, and the room. Dropping does the same, at the cost of the connection.
+    /// Gives all rows back untouched, at once, and the room: rows of which nothing was sent, so that they are in no more
+    /// doubt than before. Dropping a lease gives its rows back, too, at the cost of the connection and in doubt.
     pub(crate) async fn give_back(mut self) -> Result<OwnedSemaphorePermit, DatabaseError> {
-        AnsiTransactionManager::rollback_transaction(&mut *self.connection).await?;
+        let connection = &mut *self.connection;
+        match self.doubtful.is_empty() {
+            true => AnsiTransactionManager::commit_transaction(connection).await?,
+            false => AnsiTransactionManager::rollback_transaction(connection).await?,
+        }
         Ok(self.room)
     }
 }
@@ -254,11 +282,12 @@ struct AheadRow {
     payload: String,
 }
 
-const ALONG: &str = "
-    SELECT id, coalesce(attempts, 0) AS attempts, false AS new, refused_model_id IS NOT NULL AS came_back,
-        xmax::text <> '0' AS doubtful, octet_length(payload::text)::bigint AS bytes,
-        payload::text AS payload
-    FROM fga_outbox WHERE id = ANY($1) AND processed_at IS NULL ORDER BY id FOR UPDATE SKIP LOCKED";
+const ALONG: &str = concat!(
+    "SELECT id, coalesce(attempts, 0) AS attempts, false AS new, refused_model_id IS NOT NULL AS came_back, ",
+    doubtful!(),
+    " AS doubtful, true AS fits, octet_length(payload::text)::bigint AS bytes, payload::text AS payload
+    FROM fga_outbox WHERE id = ANY($1) AND processed_at IS NULL ORDER BY id FOR UPDATE SKIP LOCKED"
+);
 
 impl Lease {
     /// The undelivered rows that can contradict one of these: new ones before the last of these, from this id on, and
@@ -320,7 +349,7 @@ const LATER: &str = "
 impl Lease {
     /// Whether this row may have been sent before, by somebody who did not live to record it.
     pub(crate) fn is_doubtful(&self, row: &Row) -> bool {
-        row.attempts > 0 || self.doubtful.contains(&row.id)
+        self.doubtful.contains(&row.id)
     }
 
     /// Whether this row was refused once, and came back.

@@ -1,6 +1,7 @@
 //! Everything that is SQL: connecting, migrating, enqueueing, leasing rows and recording what became of them.
 
 mod connect;
+mod doorbell;
 mod enqueue;
 mod horizon;
 mod lease;
@@ -14,6 +15,7 @@ use diesel::result::DatabaseErrorKind;
 
 pub use connect::DatabaseUrl;
 pub(crate) use connect::{Connection, Pool};
+pub(crate) use doorbell::{Bell, Listener, Nap};
 pub use enqueue::enqueue_all;
 pub(crate) use horizon::Horizon;
 pub(crate) use lease::{Ahead, Claim, Claimed, Later, Lease, Remarks, Standing, claim};

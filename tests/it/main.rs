@@ -7,6 +7,7 @@ mod bed;
 mod command_line;
 mod crowd;
 mod delivery;
+mod doorbell;
 mod failures;
 mod isolation;
 mod life;
