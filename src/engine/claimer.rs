@@ -22,6 +22,9 @@ const MOST_ROWS: i64 = 1_000;
 /// later than those of higher ids.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
 
+/// How many leases are delivered one at a time after one of them had rows that were blocked.
+const LEASES_ONE_AT_A_TIME: u32 = 8;
+
 /// How long Postgres may take over a claim.
 const LONGEST_CLAIM: Duration = Duration::from_secs(30);
 
@@ -86,8 +89,10 @@ struct Claiming {
     swept: Instant,
     /// The row that was last sent to find out about the target.
     tried: Option<i64>,
-    /// How long to leave rows alone that are blocked.
+    /// How long to leave rows alone that are blocked, and for how many leases to come only one is out at a time: most
+    /// rows contradict each other, and what is leased early only gets in the way.
     blocked: Backoff,
+    one_at_a_time: u32,
     models: Models,
     horizon: Horizon,
     rest: Rest,
@@ -131,6 +136,7 @@ impl Claiming {
             swept: Instant::now(),
             tried: None,
             blocked: backoff::between_restarts(),
+            one_at_a_time: 0,
             models,
             horizon: Horizon::default(),
             rest: Rest { busy: Instant::now(), nap: None, by_clock: false, unannounced: None },
@@ -205,7 +211,7 @@ impl Claiming {
             tokio::time::sleep(DELIVERER_PAUSE).await;
         }
         let room = self.shared.room.clone();
-        if mode == Mode::HalfOpen {
+        if mode == Mode::HalfOpen || self.one_at_a_time > 0 {
             drop(room.acquire_many(ROOM).await);
         }
         room.acquire_owned().await.expect("never closed")
@@ -260,10 +266,11 @@ impl Claiming {
         };
         let mut claimed = claimed?;
         let Some(lease) = claimed.lease.take() else { return Ok(None) };
-        if self.rest.by_clock && claimed.last_new.is_some() {
+        if self.rest.by_clock && claimed.untouched {
             self.rest.unannounced.get_or_insert((Instant::now(), self.shared.rings.load(Relaxed)));
         }
         self.shared.counters.leases.fetch_add(1, Relaxed);
+        self.one_at_a_time = self.one_at_a_time.saturating_sub(1);
         // In turn, past those that are being started anew; where all are, the lease gives its rows back.
         for _ in 0..self.deliverers.len() {
             self.leases += 1;
@@ -278,6 +285,7 @@ impl Claiming {
     /// What blocks rows is in somebody's hands: asking again at once would only get in the way.
     async fn pause_if_blocked(&mut self) {
         if self.shared.blocked.swap(false, Relaxed) {
+            self.one_at_a_time = LEASES_ONE_AT_A_TIME;
             let pause = tokio::time::sleep(self.blocked.next());
             let either = async {
                 tokio::select! {

@@ -69,21 +69,33 @@ pub(crate) struct Claimed {
     pub(crate) last_new: Option<i64>,
     /// The highest `id` that was claimed.
     pub(crate) last: i64,
+    /// Whether there are new rows that nobody has had before.
+    pub(crate) untouched: bool,
     /// Whether there may be more of the same kind.
     pub(crate) full: bool,
 }
 
-/// Whether a row may have been sent by somebody who did not live to record it: it was tried before, or whoever locked it
-/// last did not commit. Postgres leaves that one's transaction in `xmax`, 32 bits of it: it is the one of this number
-/// that is nearest to the next transaction. Where it is so old that its end is forgotten, no request of it is on its way.
+/// Whether a row may have been sent by somebody who did not live to record it: it was tried before, or its `locker`, who
+/// locked it last, did not commit. That is what Postgres leaves in `xmax`, 32 bits of a transaction: the one of this
+/// number that is nearest to the next transaction. Where it is so old that its end is forgotten, no request of it is on
+/// its way. To be asked once the row is locked: before, the locker may not have ended.
 macro_rules! doubtful {
     () => {
-        "(next_attempt_at IS NOT NULL OR coalesce(attempts, 0) > 0 OR CASE WHEN xmax = '0'::xid THEN false ELSE (
+        "(tried OR CASE WHEN locker = '0'::xid THEN false ELSE (
             SELECT coalesce(pg_xact_status(greatest(
-                next + ((xmax::text::bigint - next + 2147483648) & 4294967295) - 2147483648, 0
+                next + ((locker::text::bigint - next + 2147483648) & 4294967295) - 2147483648, 0
             )::text::xid8) <> 'committed', false)
             FROM (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint) AS transaction (next)
         ) END)"
+    };
+}
+
+/// What is read of a row as it is locked.
+macro_rules! read_as_locked {
+    () => {
+        "SELECT id, coalesce(attempts, 0) AS attempts, coalesce(payload::text, 'null') AS payload,
+            refused_model_id IS NOT NULL AS came_back,
+            next_attempt_at IS NOT NULL OR coalesce(attempts, 0) > 0 AS tried, xmax AS locker FROM fga_outbox "
     };
 }
 
@@ -91,30 +103,22 @@ macro_rules! doubtful {
 /// delivered, waiting or refused) is not looked at, as long as `$1` is past it. `id + 0` keeps the planner, which may know
 /// nothing of a table that was just filled, from looking for retries by their ids.
 const CLAIM: &str = concat!(
-    "WITH due AS MATERIALIZED (
-        SELECT id, attempts, payload, refused_model_id, false AS new, ",
-    doubtful!(),
-    " AS doubtful
-        FROM fga_outbox
-        WHERE processed_at IS NULL AND next_attempt_at <= now() AND id + 0 > $5
+    "WITH due AS MATERIALIZED (",
+    read_as_locked!(),
+    "WHERE processed_at IS NULL AND next_attempt_at <= now() AND id + 0 > $5
         ORDER BY next_attempt_at LIMIT ($2 + 1) / 2 FOR UPDATE SKIP LOCKED
-    ), new AS MATERIALIZED (
-        SELECT id, attempts, payload, refused_model_id, true AS new, ",
-    doubtful!(),
-    " AS doubtful
-        FROM fga_outbox
-        WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id > $1
-        ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED
-    ), claimed AS (
-        SELECT *, coalesce(payload::text, 'null') AS text FROM (SELECT * FROM due UNION ALL SELECT * FROM new) AS found
+    ), new AS MATERIALIZED (",
+    read_as_locked!(),
+    "WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id > $1 ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED
+    ), locked AS (
+        SELECT *, false AS new, octet_length(payload)::bigint AS bytes FROM due
+        UNION ALL SELECT *, true, octet_length(payload)::bigint FROM new
     ), room AS (
-        SELECT *, octet_length(text)::bigint AS bytes,
-            sum(least(octet_length(text)::bigint, $4)) OVER (ORDER BY id) AS so_far, row_number() OVER (ORDER BY id) AS nth
-        FROM claimed
+        SELECT *, sum(least(bytes, $4)) OVER (ORDER BY id) AS so_far, row_number() OVER (ORDER BY id) AS nth FROM locked
     )
-    SELECT id, coalesce(attempts, 0) AS attempts, new, refused_model_id IS NOT NULL AS came_back, doubtful, bytes,
-        CASE WHEN bytes <= $4 THEN text END AS payload,
-        nth <= $2 AND (so_far <= $3 OR nth = 1) AS fits
+    SELECT id, attempts, new, came_back, locker = '0'::xid AS untouched, bytes, ",
+    doubtful!(),
+    " AS doubtful, nth <= $2 AND (so_far <= $3 OR nth = 1) AS fits, CASE WHEN bytes <= $4 THEN payload END AS payload
     FROM room"
 );
 
@@ -128,6 +132,9 @@ struct ClaimedRow {
     new: bool,
     #[diesel(sql_type = Bool)]
     came_back: bool,
+    /// Whether nobody has ever locked it.
+    #[diesel(sql_type = Bool)]
+    untouched: bool,
     #[diesel(sql_type = Bool)]
     doubtful: bool,
     /// Whether there is room for it in the lease.
@@ -154,7 +161,7 @@ pub(crate) async fn claim(pool: &Pool, what: Claim, room: OwnedSemaphorePermit) 
         .await?;
     if claimed.is_empty() {
         AnsiTransactionManager::rollback_transaction(&mut *connection).await?;
-        return Ok(Claimed { lease: None, last_new: None, last: i64::MIN, full: false });
+        return Ok(Claimed { lease: None, last_new: None, last: i64::MIN, untouched: false, full: false });
     }
     let fitting = || claimed.iter().filter(|row| row.fits);
     let last_new = fitting().filter(|row| row.new).map(|row| row.id).max();
@@ -163,9 +170,10 @@ pub(crate) async fn claim(pool: &Pool, what: Claim, room: OwnedSemaphorePermit) 
     // Rows left out for their size count, too.
     let full = new >= what.rows || bytes >= MAX_LEASE_BYTES / 2 || claimed.len() as i64 > new;
     let last = fitting().map(|row| row.id).max().unwrap_or(i64::MIN);
+    let untouched = claimed.iter().any(|row| row.untouched);
     let (came_back, doubtful) = (came_back(&claimed), doubtful(&claimed));
     let rows = claimed.into_iter().filter(|row| row.fits).map(ClaimedRow::read).collect();
-    Ok(Claimed { lease: Some(Lease { connection, rows, came_back, doubtful, room }), last_new, last, full })
+    Ok(Claimed { lease: Some(Lease { connection, rows, came_back, doubtful, room }), last_new, last, untouched, full })
 }
 
 fn came_back(claimed: &[ClaimedRow]) -> HashSet<i64> {
@@ -260,8 +268,8 @@ const AHEAD: &str = "
         SELECT id, payload, true, false FROM fga_outbox
         WHERE processed_at IS NULL AND next_attempt_at < 'infinity' AND id <> ALL($3)
         UNION ALL
-        SELECT id, payload, false, true FROM fga_outbox
-        WHERE processed_at IS NOT NULL AND next_attempt_at > now()
+        SELECT min(id), payload, false, true FROM fga_outbox
+        WHERE processed_at IS NOT NULL AND next_attempt_at > now() GROUP BY payload
     ) AS ahead
     WHERE (NOT $4 OR payload ? 'deletes' OR payload @? '$.writes[*].condition')
         AND EXISTS (SELECT FROM jsonb_path_query(payload, '$.*[*].object') AS object WHERE object #>> '{}' = ANY($5))";
@@ -283,10 +291,12 @@ struct AheadRow {
 }
 
 const ALONG: &str = concat!(
-    "SELECT id, coalesce(attempts, 0) AS attempts, false AS new, refused_model_id IS NOT NULL AS came_back, ",
+    "WITH locked AS MATERIALIZED (",
+    read_as_locked!(),
+    "WHERE id = ANY($1) AND processed_at IS NULL ORDER BY id FOR UPDATE SKIP LOCKED)
+    SELECT id, attempts, false AS new, came_back, false AS untouched, octet_length(payload)::bigint AS bytes, ",
     doubtful!(),
-    " AS doubtful, true AS fits, octet_length(payload::text)::bigint AS bytes, payload::text AS payload
-    FROM fga_outbox WHERE id = ANY($1) AND processed_at IS NULL ORDER BY id FOR UPDATE SKIP LOCKED"
+    " AS doubtful, true AS fits, payload FROM locked"
 );
 
 impl Lease {
