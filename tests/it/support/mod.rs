@@ -17,6 +17,7 @@ use std::{future::Future, panic::Location, time::Duration};
 use tokio::time::{Instant, sleep, timeout};
 
 pub use openfga::{Flavor, MODEL, Server, Store};
+pub use parts::postgres_bin;
 pub use postgres::{Cluster, Database, SECRET_PASSWORD, SECRET_USER};
 
 /// So long that only a hang or a lost wake-up reaches it, even with every test at once on a slow machine.
