@@ -1,12 +1,14 @@
 //! Where the decisions are made: pure functions over plain values, without actors and without I/O.
 //!
-//! [`plan`] turns the rows of a lease into requests and their answers into outcomes; [`verdict`] says what an answer
-//! of OpenFGA is about; [`backoff`] says when to try again, and [`flow`] how much to send at once.
+//! [`order`] says which rows of a lease may be sent now; [`plan`] turns them into requests and their ends into outcomes;
+//! [`verdict`] says what an answer of OpenFGA is about, and [`sending`] what to do about it; [`backoff`] says when to try
+//! again, and [`flow`] how much to send at once.
 
 pub(crate) mod backoff;
 pub(crate) mod flow;
 pub(crate) mod order;
 pub(crate) mod plan;
+pub(crate) mod sending;
 #[cfg(test)]
 mod simulation;
 pub(crate) mod verdict;

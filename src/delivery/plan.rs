@@ -7,6 +7,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use crate::delivery::order::{self, Ahead};
+use crate::delivery::sending::End;
 use crate::delivery::verdict;
 use crate::openfga::size;
 use crate::tuple::{Condition, Intent, InvalidIntent, TupleKey};
@@ -17,22 +19,56 @@ pub(crate) struct Row {
     pub(crate) id: i64,
     /// Failed deliveries so far.
     pub(crate) attempts: i32,
+    /// A request of it may still be on its way, of somebody who did not live to record it, or does not know its end.
+    pub(crate) doubtful: bool,
+    /// It was refused once, or overtaken: later rows that contradict it may be delivered.
+    pub(crate) came_back: bool,
     pub(crate) intent: Result<Intent, InvalidIntent>,
+    /// To be recorded when it is delivered: what of it was not sent.
+    pub(crate) note: Option<String>,
+}
+
+#[cfg(test)]
+impl Row {
+    /// A row that is new.
+    pub(crate) fn new(id: i64, intent: Result<Intent, InvalidIntent>) -> Self {
+        Self { id, attempts: 0, doubtful: false, came_back: false, intent, note: None }
+    }
 }
 
 /// What became of a row. Rows that a plan gives no outcome are given back untouched.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    Delivered,
+    /// OpenFGA accepted all of it. While an older request of it may still be on its way, a later row that contradicts it
+    /// is not safe.
+    Delivered { doubtful: bool, note: Option<String> },
+    /// OpenFGA accepted all of it, but a request that contradicts it may still be on its way: it is sent once more when
+    /// that can't be any longer, and is delivered only then.
+    Confirm,
     /// To be tried again later, with why it failed and how often it has failed by now.
-    Waiting {
-        reason: String,
-        attempts: i32,
-    },
+    Waiting { reason: String, attempts: i32, overtaken: bool },
+    /// To be tried again at once, but not as a new row: a request of it may be on its way, or it was overtaken by a later
+    /// row that contradicts it and is delivered.
+    Again { overtaken: bool },
     /// Not to be tried again until something changes.
-    Refused {
-        reason: String,
-    },
+    Refused { reason: String },
+}
+
+/// What is made of outcomes when they are to be recorded. Rows that have failed `max_attempts` times are not tried again;
+/// rows that were refused under a model that is not the newest any more are: later rows, which did not heed them, are
+/// delivered by then.
+pub(crate) fn revise(outcomes: &mut [(i64, Outcome)], max_attempts: Option<u32>, newer_model: bool) {
+    for (_, outcome) in outcomes {
+        match outcome {
+            Outcome::Refused { .. } if newer_model => *outcome = Outcome::Again { overtaken: true },
+            Outcome::Waiting { reason, attempts, .. }
+                if max_attempts.is_some_and(|max| attempts.unsigned_abs() >= max) =>
+            {
+                *outcome = Outcome::Refused { reason: std::mem::take(reason) };
+            }
+            _ => {}
+        }
+    }
 }
 
 /// How large a request may be.
@@ -76,10 +112,14 @@ pub(crate) struct Request {
     /// In the order of their keys, each key once.
     pub(crate) steps: Vec<Step>,
     rows: Vec<usize>,
+    /// How often it was sent.
+    pub(super) tries: u32,
+    /// Whether the end of a try is not known, so that it may still be on its way.
+    pub(super) lost: bool,
 }
 
 /// One key's part in a request.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Step {
     pub(crate) key: Arc<TupleKey>,
     pub(crate) to: State,
@@ -99,6 +139,8 @@ pub(crate) struct Plan {
 struct Planned {
     id: i64,
     attempts: i32,
+    doubtful: bool,
+    note: Option<String>,
     /// One for each key, in the order of the keys.
     claims: Vec<Claim>,
     status: Status,
@@ -133,6 +175,8 @@ struct Slot {
     /// What the server is known to hold.
     stored: Option<State>,
     in_flight: bool,
+    /// What rows wanted of it, with their ids, that are delivered and of which a request may still be on its way.
+    may_become: Vec<(i64, State)>,
 }
 
 impl Plan {
@@ -146,9 +190,18 @@ impl Plan {
                 Ok(intent) => (plan.claims(intent, &mut slots), Status::Open),
                 Err(invalid) => (Vec::new(), Status::Refused(invalid.to_string())),
             };
-            plan.rows.push(Planned { id: row.id, attempts: row.attempts, claims, status, group: 0 });
+            let Row { id, attempts, doubtful, note, .. } = row;
+            plan.rows.push(Planned { id, attempts, doubtful, note, claims, status, group: 0 });
         }
         plan
+    }
+
+    /// Takes into account that a request of these rows, which are delivered, may still be on its way.
+    pub(crate) fn beware(&mut self, delivered: &[Ahead]) {
+        for (id, (key, to)) in delivered.iter().flat_map(|row| order::claims(&row.intent).map(|it| (row.id, it))) {
+            let slots = self.slots.iter_mut().filter(|slot| *slot.key == *key);
+            slots.for_each(|slot| slot.may_become.push((id, to.clone())));
+        }
     }
 
     fn claims(&mut self, intent: Intent, slots: &mut HashMap<Arc<TupleKey>, usize>) -> Vec<Claim> {
@@ -182,7 +235,7 @@ impl Plan {
         }
         let key = Arc::new(key);
         slots.insert(key.clone(), self.slots.len());
-        self.slots.push(Slot { key, rows: Vec::new(), stored: None, in_flight: false });
+        self.slots.push(Slot { key, rows: Vec::new(), stored: None, in_flight: false, may_become: Vec::new() });
         self.slots.len() - 1
     }
 
@@ -206,7 +259,7 @@ impl Plan {
             self.slots[step.slot].in_flight = true;
         }
         packing.steps.sort_unstable_by(|a, b| a.key.cmp(&b.key));
-        Some(Request { steps: packing.steps, rows: packing.rows })
+        Some(Request { steps: packing.steps, rows: packing.rows, tries: 0, lost: false })
     }
 
     /// Adds a row to a request where it may travel in it. Says whether all is then in it that the row has to send.
@@ -301,8 +354,20 @@ impl Plan {
         steps.truncate(fitting);
     }
 
+    /// Takes a request back.
+    pub(crate) fn take_back(&mut self, request: Request, end: End) {
+        match end {
+            End::Accepted => self.accepted(request),
+            End::ReadBack(stored) => self.read_back(request, stored),
+            End::Refused(reason) => self.refused(request, &reason),
+            End::TooLarge(excess) => self.too_large(request, excess),
+            End::Failed(reason) => self.failed(request, &reason),
+            End::GivenUp => self.given_up(request),
+        }
+    }
+
     /// Takes a request back that OpenFGA accepted.
-    pub(crate) fn accepted(&mut self, request: Request) {
+    fn accepted(&mut self, request: Request) {
         self.land(&request);
         for step in request.steps {
             self.slots[step.slot].stored = Some(step.to);
@@ -311,7 +376,7 @@ impl Plan {
 
     /// Takes a request back of which nothing was written, because OpenFGA refuses some row of it: the rows with the
     /// tuple that the reason names. Where it names none, the request's rows are halved until one is left.
-    pub(crate) fn refused(&mut self, request: Request, reason: &str) {
+    fn refused(&mut self, request: Request, reason: &str) {
         self.land(&request);
         let mut named = request.steps.iter().filter(|step| verdict::names(reason, &step.key));
         match (named.next(), named.next(), &request.rows[..]) {
@@ -338,7 +403,7 @@ impl Plan {
 
     /// Takes a request back that did not get through for now; its rows wait. Where it has many, they are first halved,
     /// in case it is the fault of one.
-    pub(crate) fn failed(&mut self, request: Request, reason: &str) {
+    fn failed(&mut self, request: Request, reason: &str) {
         self.forget(&request);
         match &request.rows[..] {
             [row] => self.rows[*row].status = Status::Waiting(reason.to_owned()),
@@ -346,7 +411,7 @@ impl Plan {
         }
     }
 
-    /// Takes a request back whose end is not known and that is not to be sent again now: its rows stay as they were.
+    /// Takes a request back that is not to be sent, or not again now.
     pub(crate) fn given_up(&mut self, request: Request) {
         self.forget(&request);
         for row in request.rows {
@@ -356,7 +421,7 @@ impl Plan {
 
     /// Takes a request back of which nothing was written, with what the server holds for each of its steps, where that
     /// was read.
-    pub(crate) fn read_back(&mut self, request: Request, stored: Vec<Option<State>>) {
+    fn read_back(&mut self, request: Request, stored: Vec<Option<State>>) {
         self.land(&request);
         for (step, state) in request.steps.iter().zip(stored) {
             if state.is_some() {
@@ -366,7 +431,7 @@ impl Plan {
     }
 
     /// Takes a request back that had too many keys or bytes. A row whose single tuple is too large is refused.
-    pub(crate) fn too_large(&mut self, request: Request, excess: verdict::Excess) {
+    fn too_large(&mut self, request: Request, excess: verdict::Excess) {
         self.land(&request);
         match (excess, request.steps.len()) {
             (_, 1) => request.rows.iter().for_each(|row| self.refuse(*row, "a tuple is larger than a request may be")),
@@ -395,6 +460,7 @@ impl Plan {
     fn land(&mut self, request: &Request) {
         for row in &request.rows {
             self.rows[*row].status = Status::Open;
+            self.rows[*row].doubtful |= request.lost;
         }
         for step in &request.steps {
             self.slots[step.slot].in_flight = false;
@@ -417,19 +483,45 @@ impl Plan {
             delivered[at] = !matches!(row.status, Status::Refused(_))
                 && row.claims.iter().all(|claim| self.is_settled(at, claim, &delivered));
         }
-        let rows = self.rows.iter().zip(delivered);
-        rows.filter_map(|(row, delivered)| Some((row.id, self.outcome(row, delivered)?))).collect()
+        (0..self.rows.len()).filter_map(|at| Some((self.rows[at].id, self.outcome(at, &delivered)?))).collect()
     }
 
-    fn outcome(&self, row: &Planned, delivered: bool) -> Option<Outcome> {
+    fn outcome(&self, at: usize, delivered: &[bool]) -> Option<Outcome> {
+        let row = &self.rows[at];
+        let overtaken = || row.claims.iter().any(|claim| self.is_overtaken(at, claim, delivered));
         match &row.status {
             Status::Refused(reason) => Some(Outcome::Refused { reason: reason.clone() }),
-            _ if delivered => Some(Outcome::Delivered),
-            Status::Waiting(reason) => {
-                Some(Outcome::Waiting { reason: reason.clone(), attempts: row.attempts.saturating_add(1) })
+            _ if delivered[at] && row.claims.iter().any(|claim| self.is_in_doubt(at, claim, delivered)) => {
+                Some(Outcome::Confirm)
             }
-            Status::Open | Status::InFlight | Status::GivenBack => None,
+            _ if delivered[at] => Some(Outcome::Delivered { doubtful: row.doubtful, note: row.note.clone() }),
+            Status::Waiting(reason) => {
+                let (reason, attempts) = (reason.clone(), row.attempts.saturating_add(1));
+                Some(Outcome::Waiting { reason, attempts, overtaken: overtaken() })
+            }
+            Status::Open | Status::InFlight | Status::GivenBack => {
+                let overtaken = overtaken();
+                (row.doubtful || overtaken).then_some(Outcome::Again { overtaken })
+            }
         }
+    }
+
+    /// Whether a later row that contradicts this claim is delivered.
+    fn is_overtaken(&self, row: usize, claim: &Claim, delivered: &[bool]) -> bool {
+        let mut later = self.slots[claim.slot].rows.iter().rev().take_while(|(later, _)| *later > row);
+        later.any(|(later, at)| delivered[*later] && self.rows[*later].claims[*at].to != claim.to)
+    }
+
+    /// Whether this claim of a delivered row may be undone by a request that outlived its sender: it decides its key, and
+    /// an earlier row wanted it otherwise of which a request may still be on its way.
+    fn is_in_doubt(&self, row: usize, claim: &Claim, delivered: &[bool]) -> bool {
+        let slot = &self.slots[claim.slot];
+        let doubtful = slot.rows.iter().filter(|(earlier, _)| *earlier < row && self.rows[*earlier].doubtful);
+        let may_become = doubtful.map(|(earlier, at)| &self.rows[*earlier].claims[*at].to);
+        let id = self.rows[row].id;
+        let may_become = may_become.chain(slot.may_become.iter().filter(|(other, _)| *other < id).map(|(_, to)| to));
+        let decides = !slot.rows.iter().any(|(later, _)| *later > row && delivered[*later]);
+        decides && may_become.into_iter().any(|to| *to != claim.to)
     }
 
     /// Whether nothing is left to do for a row's claim: its key is as the claim wants it, or as a later row wants it that
@@ -540,7 +632,7 @@ mod tests {
                 (_, name) => deletes.push(key(name)),
             }
         }
-        Row { id, attempts: 0, intent: Intent::new(writes, deletes) }
+        Row::new(id, Intent::new(writes, deletes))
     }
 
     fn plan(rows: &[&str], limits: Limits) -> Plan {
@@ -569,8 +661,10 @@ mod tests {
         let mut ends = vec!['-'; plan.rows.len()];
         for (id, outcome) in plan.outcomes() {
             ends[id as usize] = match outcome {
-                Outcome::Delivered => 'd',
+                Outcome::Delivered { .. } => 'd',
+                Outcome::Confirm => 'c',
                 Outcome::Waiting { .. } => 'w',
+                Outcome::Again { .. } => 'a',
                 Outcome::Refused { .. } => 'r',
             };
         }
@@ -747,6 +841,58 @@ mod tests {
         assert_eq!(requests, ["+a +b +c", "+a +b", "+a", "+b", "+c"]);
         assert_eq!(ends(&plan), "dwd");
         let (_, waiting) = plan.outcomes().swap_remove(1);
-        assert_eq!(waiting, Outcome::Waiting { reason: "Internal Server Error".to_owned(), attempts: 1 });
+        let reason = "Internal Server Error".to_owned();
+        assert_eq!(waiting, Outcome::Waiting { reason, attempts: 1, overtaken: false });
+    }
+    /// The ends, after all is accepted, of rows of which some were sent before, and beside one delivered a moment ago.
+    fn ends_with_doubt(rows: &[&str], doubtful: &[usize], just_delivered: Option<(i64, &str)>) -> String {
+        let mut plan = plan(rows, Limits::default());
+        doubtful.iter().for_each(|at| plan.rows[*at].doubtful = true);
+        let just_delivered = just_delivered.map(|(id, words)| {
+            let intent = row(id, words).intent.unwrap();
+            Ahead { id, intent, standing: order::Standing::Doubtful }
+        });
+        plan.beware(just_delivered.as_slice());
+        while let Some(request) = plan.next_request() {
+            plan.accepted(request);
+        }
+        ends(&plan)
+    }
+
+    #[test]
+    fn a_row_is_in_doubt_while_what_it_contradicts_may_still_arrive() {
+        let pair = ["+x", "-x", "+b"];
+        assert_eq!(ends_with_doubt(&pair, &[], None), "ddd", "never leased before");
+        assert_eq!(ends_with_doubt(&pair, &[0], None), "dcd");
+        assert_eq!(ends_with_doubt(&pair, &[1, 2], None), "ddd", "only what came earlier");
+        assert_eq!(ends_with_doubt(&["+x", "-x", "+x", "-x"], &[0, 1, 2], None), "dddc", "only what decides");
+        assert_eq!(ends_with_doubt(&["-x"], &[], Some((-1, "+x"))), "c");
+        assert_eq!(ends_with_doubt(&["-x"], &[], Some((1, "+x"))), "d");
+        assert_eq!(ends_with_doubt(&["+x"], &[], Some((-1, "+x"))), "d");
+    }
+
+    #[test]
+    fn a_row_whose_request_may_be_on_its_way_is_not_given_back_as_new() {
+        let mut plan = plan(&["+a", "+b"], of_keys(1));
+        let (mut first, second) = (plan.next_request().unwrap(), plan.next_request().unwrap());
+        first.lost = true;
+        plan.given_up(first);
+        plan.given_up(second);
+        assert_eq!(plan.outcomes(), [(0, Outcome::Again { overtaken: false })], "the second one was never sent");
+    }
+
+    #[test]
+    fn a_row_that_failed_while_a_later_one_went_through_is_known_to_be_overtaken() {
+        let mut plan = plan(&["+x +a", "-x"], of_keys(1));
+        let request = plan.next_request().unwrap();
+        assert_eq!(words(&request), "-x");
+        plan.accepted(request);
+        assert_eq!(plan.outcomes()[0], (0, Outcome::Again { overtaken: true }));
+        let request = plan.next_request().unwrap();
+        assert_eq!(words(&request), "+a");
+        plan.failed(request, "busy");
+        let waiting = Outcome::Waiting { reason: "busy".to_owned(), attempts: 1, overtaken: true };
+        assert_eq!(plan.outcomes()[0], (0, waiting));
+        assert_eq!(ends(&plan), "wd");
     }
 }

@@ -1,8 +1,7 @@
 //! The plan and the verdicts against a simulated OpenFGA: for any rows, and whatever the server does.
 //!
 //! The server is a map that carries requests out as OpenFGA does (all or nothing, in both duplicate modes, with limits
-//! and a model) and answers in OpenFGA's words; what it answers goes through the real [`verdict`], and the loop that acts
-//! upon verdicts is the Deliverer's, without its clock.
+//! and a model) and answers in OpenFGA's words; what it answers goes through the real [`verdict`].
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
@@ -12,19 +11,20 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use serde_json::{Map, json};
 
-use super::plan::{Limits, Outcome, Plan, Request, Row, State};
-use super::verdict::{Answer, Excess, Kind, Verdict, verdict};
+use super::plan::{Limits, Outcome, Plan, Request, Row, State, Step};
+use super::sending::{End, Next};
+use super::verdict::{Answer, Excess, Fault, FaultKind, Verdict, verdict};
 use crate::openfga::size;
 use crate::tuple::{Condition, Intent, Tuple, TupleKey};
 
-/// As the Deliverer's.
-const TRIES_AFTER_RACE: u32 = 8;
-const TRIES_AFTER_FAULT: u32 = 3;
+/// How many requests may be in flight.
 const FLOW: usize = 4;
 
 /// A server: what it is, and what it holds.
 #[derive(Debug, Clone)]
-struct Server {
+pub(super) struct Server {
+    /// Whether the model that requests are made under has planets.
+    pub(super) has_planets: bool,
     /// Whether it knows `on_duplicate` and `on_missing`.
     ignores: bool,
     /// Whether it says which tuple it means.
@@ -59,11 +59,27 @@ enum Weather {
     NoSuchStore,
 }
 
+impl Default for Server {
+    /// One that is new, and empty.
+    fn default() -> Self {
+        Self {
+            has_planets: false,
+            ignores: true,
+            names: true,
+            minds_empty_contexts: false,
+            max_keys: 100,
+            max_bytes: 616_448,
+            store: BTreeMap::new(),
+            weather: VecDeque::new(),
+        }
+    }
+}
+
 impl Server {
     /// The answer; none where the connection broke.
     fn write(&mut self, request: &Request) -> Option<(u16, String)> {
         match self.weather.pop_front().unwrap_or(Weather::Fine) {
-            Weather::Fine => Some(self.carry_out(request)),
+            Weather::Fine => Some(self.carry_out(&request.steps)),
             Weather::Race => Some(error(
                 409,
                 "Aborted",
@@ -73,11 +89,11 @@ impl Server {
             Weather::InternalError => Some(error(500, "internal_error", "Internal Server Error")),
             Weather::Unforeseen => Some((418, "<html>short and stout</html>".to_owned())),
             Weather::Deadline(committed) => {
-                committed.then(|| self.carry_out(request));
+                committed.then(|| self.carry_out(&request.steps));
                 Some(error(500, "deadline_exceeded", "Request Deadline Exceeded"))
             }
             Weather::NoAnswer(committed) => {
-                committed.then(|| self.carry_out(request));
+                committed.then(|| self.carry_out(&request.steps));
                 None
             }
             Weather::Overloaded => Some((429, String::new())),
@@ -85,26 +101,26 @@ impl Server {
         }
     }
 
-    fn carry_out(&mut self, request: &Request) -> (u16, String) {
-        let bytes = bytes(request);
+    pub(super) fn carry_out(&mut self, steps: &[Step]) -> (u16, String) {
+        let bytes = bytes(steps);
         if bytes > self.max_bytes {
             let message = format!("grpc: received message larger than max ({bytes} vs. {})", self.max_bytes);
             return error(500, "resource_exhausted", &message);
         }
-        if let Some(step) = request.steps.iter().find(|step| !in_model(&step.key, &step.to)) {
+        if let Some(step) = steps.iter().find(|step| !self.in_model(&step.key, &step.to)) {
             return error(400, "validation_error", &self.invalid(&step.key, &step.to));
         }
-        if request.steps.len() > self.max_keys {
+        if steps.len() > self.max_keys {
             let message = format!("The number of write operations exceeds the allowed limit of {}", self.max_keys);
             return error(400, "exceeded_entity_limit", &message);
         }
         let mut after = self.store.clone();
-        for step in request.steps.iter().filter(|step| step.to == State::Absent) {
+        for step in steps.iter().filter(|step| step.to == State::Absent) {
             if after.remove(&*step.key).is_none() && !self.ignores {
                 return self.not_as_expected("cannot delete a tuple which does not exist", &step.key);
             }
         }
-        for step in &request.steps {
+        for step in steps {
             let State::Present(condition) = &step.to else { continue };
             match after.get(&*step.key) {
                 None => {
@@ -152,7 +168,7 @@ impl Server {
         }
     }
 
-    fn read(&self, key: &TupleKey) -> State {
+    pub(super) fn read(&self, key: &TupleKey) -> State {
         match self.store.get(key) {
             None => State::Absent,
             Some(stored) => State::Present(stored.condition.clone()),
@@ -161,24 +177,24 @@ impl Server {
 
     /// Whether it takes this alone, from anybody.
     fn takes(&self, key: &TupleKey, to: &State) -> bool {
-        in_model(key, to) && bytes_of(key, to) <= self.max_bytes
+        self.in_model(key, to) && bytes_of(key, to) <= self.max_bytes
     }
-}
 
-fn error(status: u16, code: &str, message: &str) -> (u16, String) {
-    (status, json!({"code": code, "message": message}).to_string())
-}
-
-/// The model knows documents, and every condition but one; even in a delete it knows a malformed user.
-fn in_model(key: &TupleKey, to: &State) -> bool {
-    let user = !key.user().contains("malformed");
-    match to {
-        State::Absent => user,
-        State::Present(condition) => {
-            user && key.object().starts_with("document:")
-                && condition.as_ref().is_none_or(|condition| condition.name() != "unknown")
+    /// The model knows documents, and every condition but one; even in a delete it knows a malformed user.
+    fn in_model(&self, key: &TupleKey, to: &State) -> bool {
+        let user = !key.user().contains("malformed");
+        match to {
+            State::Absent => user,
+            State::Present(condition) => {
+                user && (key.object().starts_with("document:") || self.has_planets)
+                    && condition.as_ref().is_none_or(|condition| condition.name() != "unknown")
+            }
         }
     }
+}
+
+pub(super) fn error(status: u16, code: &str, message: &str) -> (u16, String) {
+    (status, json!({"code": code, "message": message}).to_string())
 }
 
 fn bytes_of(key: &TupleKey, to: &State) -> usize {
@@ -188,8 +204,8 @@ fn bytes_of(key: &TupleKey, to: &State) -> usize {
     }
 }
 
-fn bytes(request: &Request) -> usize {
-    request.steps.iter().map(|step| bytes_of(&step.key, &step.to)).sum()
+fn bytes(steps: &[Step]) -> usize {
+    steps.iter().map(|step| bytes_of(&step.key, &step.to)).sum()
 }
 
 /// What a row wants of a key, after its own deletes and writes are folded.
@@ -258,7 +274,7 @@ impl Run {
     ) -> Result<BTreeMap<usize, Outcome>, TestCaseError> {
         let rows = leased.iter().map(|at| {
             let intent = if delivered.contains(at) { folded(&self.rows[*at]) } else { self.rows[*at].clone() };
-            Row { id: *at as i64, attempts: 0, intent: Ok(intent) }
+            Row::new(*at as i64, Ok(intent))
         });
         let rows = rows.collect();
         let mut plan = Plan::new(rows, self.limits);
@@ -293,55 +309,48 @@ impl Run {
             prop_assert!(!shared, "{:?} shares a key with {:?}", request, other);
         }
         prop_assert!(request.steps.len() <= plan.limits().keys);
-        prop_assert!(bytes(request) <= plan.limits().bytes || request.rows() == 1, "{} bytes", bytes(request));
+        prop_assert!(
+            bytes(&request.steps) <= plan.limits().bytes || request.rows() == 1,
+            "{} bytes",
+            bytes(&request.steps)
+        );
         Ok(())
     }
 
     /// Sends a request until its end is known. Whether another one may be sent.
-    fn send(&mut self, plan: &mut Plan, request: Request) -> Result<bool, TestCaseError> {
-        let mut tries = 0;
-        loop {
-            tries += 1;
+    fn send(&mut self, plan: &mut Plan, mut request: Request) -> Result<bool, TestCaseError> {
+        let end = loop {
             let before = self.server.store.clone();
             let answer = self.server.write(&request);
             self.check_whole_rows(&before)?;
-            let Some((status, body)) = answer else {
-                self.faults += 1;
-                plan.given_up(request);
-                return Ok(false);
+            let verdict = match answer {
+                Some((status, body)) => verdict(&Answer { status, retry_after: None, body: body.as_bytes() }),
+                None => Verdict::Target(Fault::new(FaultKind::Unreachable, "no answer")),
             };
-            match verdict(&Answer { status, retry_after: None, body: body.as_bytes() }) {
-                Verdict::Done => plan.accepted(request),
-                Verdict::Row { reason } => plan.refused(request, &reason),
-                Verdict::Size(excess) => {
-                    prop_assert!(matches!(excess, Excess::Bytes) || request.steps.len() > self.server.max_keys);
-                    let before = plan.limits();
-                    plan.too_large(request, excess);
-                    let Limits { keys, bytes, row_bytes } = plan.limits();
-                    prop_assert!(keys <= before.keys && bytes <= before.bytes && row_bytes <= before.row_bytes);
-                }
-                Verdict::Tuple { reason } => {
-                    let read = request.steps.iter().zip(request.in_question(&reason));
-                    let stored: Vec<_> = read.map(|(step, asked)| asked.then(|| self.server.read(&step.key))).collect();
-                    prop_assert!(request.is_changed_by(&stored), "{} is no news of {:?}", reason, request);
-                    plan.read_back(request, stored);
-                }
-                Verdict::Target(_) => {
-                    self.faults += 1;
-                    plan.given_up(request);
-                    return Ok(false);
-                }
-                Verdict::Moment { reason, kind } => {
-                    let most = if kind == Kind::Race { TRIES_AFTER_RACE } else { TRIES_AFTER_FAULT };
-                    if tries < most {
-                        continue;
-                    }
-                    self.faults += 1;
-                    plan.failed(request, &reason);
-                }
+            let mut next = request.answered(verdict);
+            if let Next::Read { reason } = next {
+                let read = request.steps.iter().zip(request.in_question(&reason));
+                let stored: Vec<_> = read.map(|(step, asked)| asked.then(|| self.server.read(&step.key))).collect();
+                prop_assert!(request.is_changed_by(&stored), "{} is no news of {:?}", reason, request);
+                next = request.was_read(stored, reason);
             }
-            return Ok(true);
+            match next {
+                Next::TakeBack(end) => break end,
+                Next::Pause(_) => break End::GivenUp,
+                Next::Blame { reason } => break End::Failed(reason),
+                Next::AgainAfterRace | Next::AgainAfterFault | Next::Read { .. } => {}
+            }
+        };
+        self.faults += u32::from(matches!(end, End::GivenUp | End::Failed(_)));
+        if let End::TooLarge(excess) = end {
+            prop_assert!(matches!(excess, Excess::Bytes) || request.steps.len() > self.server.max_keys);
         }
+        let may_send = !matches!(end, End::GivenUp);
+        let before = plan.limits();
+        plan.take_back(request, end);
+        let Limits { keys, bytes, row_bytes } = plan.limits();
+        prop_assert!(keys <= before.keys && bytes <= before.bytes && row_bytes <= before.row_bytes);
+        Ok(may_send)
     }
 
     /// What a row alone wants (or besides only rows that are refused, and so do nothing) comes true at once, unless the
@@ -452,7 +461,7 @@ fn check(case: Case) -> Result<(), TestCaseError> {
         let outcomes = run.deliver(&leased, &delivered)?;
         for at in leased {
             match outcomes.get(&at) {
-                Some(Outcome::Delivered) => {
+                Some(Outcome::Delivered { .. } | Outcome::Confirm) => {
                     undecided.remove(&at);
                     delivered.insert(at);
                 }
@@ -465,7 +474,9 @@ fn check(case: Case) -> Result<(), TestCaseError> {
                     prop_assert_eq!(*attempts, 1);
                     prop_assert!(run.faults > faults, "row {} waits for no reason", at);
                 }
-                None => prop_assert!(run.faults > faults, "row {} was given back for no reason", at),
+                Some(Outcome::Again { .. }) | None => {
+                    prop_assert!(run.faults > faults, "row {} was given back for no reason", at);
+                }
             }
         }
         for (at, key, to) in delivered.iter().flat_map(|at| run.wanted[*at].iter().map(move |(key, to)| (*at, key, to)))
@@ -571,17 +582,13 @@ fn server() -> impl Strategy<Value = Server> {
     let max_keys = prop_oneof![1..6usize, Just(100)];
     let max_bytes = prop_oneof![1 => 200..3_000usize, 1 => Just(616_448)];
     (any::<[bool; 3]>(), max_keys, max_bytes, vec((key(), stored), 0..8), weather()).prop_map(
-        |([ignores, names, minds_empty_contexts], max_keys, max_bytes, store, weather)| Server {
-            ignores,
-            names,
-            minds_empty_contexts,
-            max_keys,
-            max_bytes,
-            store: store
-                .into_iter()
-                .filter(|(key, stored)| in_model(key, &State::Present(stored.condition.clone())))
-                .collect(),
-            weather,
+        |([ignores, names, minds_empty_contexts], max_keys, max_bytes, store, weather)| {
+            let mut server =
+                Server { ignores, names, minds_empty_contexts, max_keys, max_bytes, weather, ..Server::default() };
+            let valid =
+                |(key, stored): &(TupleKey, Stored)| server.in_model(key, &State::Present(stored.condition.clone()));
+            server.store = store.into_iter().filter(valid).collect();
+            server
         },
     )
 }

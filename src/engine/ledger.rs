@@ -7,8 +7,8 @@ use actix::{Actor, Context, Handler, Message, ResponseFuture};
 
 use super::keeper::Alive;
 use super::{Crash, Shared};
-use crate::delivery::plan::Outcome;
-use crate::outbox::{Lease, Remarks};
+use crate::delivery::plan::{Outcome, revise};
+use crate::outbox::Lease;
 
 pub(crate) struct Ledger {
     shared: Arc<Shared>,
@@ -31,8 +31,6 @@ impl Actor for Ledger {
 pub(crate) struct Record {
     pub(crate) lease: Lease,
     pub(crate) outcomes: Vec<(i64, Outcome)>,
-    /// What is to be remembered of rows that are delivered.
-    pub(crate) remarks: Remarks,
     /// The authorization model that they were reached under; empty where no request was sent.
     pub(crate) model: Arc<str>,
 }
@@ -40,24 +38,16 @@ pub(crate) struct Record {
 impl Handler<Record> for Ledger {
     type Result = ResponseFuture<()>;
 
-    fn handle(
-        &mut self,
-        Record { lease, mut outcomes, remarks, model }: Record,
-        _: &mut Self::Context,
-    ) -> Self::Result {
+    fn handle(&mut self, Record { lease, mut outcomes, model }: Record, _: &mut Self::Context) -> Self::Result {
         let shared = self.shared.clone();
         Box::pin(async move {
-            give_up(&mut outcomes, shared.settings.max_attempts);
-            if shared.client.model().is_some_and(|now| now != model) {
-                // A newer model may take them: they are ready still.
-                outcomes.retain(|(_, outcome)| !matches!(outcome, Outcome::Refused { .. }));
-            }
-            match lease.commit(&outcomes, &remarks, &model).await {
+            let newer_model = shared.client.model().is_some_and(|now| now != model);
+            revise(&mut outcomes, shared.settings.max_attempts, newer_model);
+            match lease.commit(&outcomes, &model).await {
                 // Whoever waits for the room to be free finds the rows counted.
                 Ok(_room) => {
                     shared.database_answers();
                     shared.recorded.notify_waiters();
-                    outcomes.retain(|(id, outcome)| *outcome != Outcome::Delivered || !remarks.confirm.contains(id));
                     count(&shared, &outcomes);
                 }
                 // The rows are ready again, and will be sent again: that is what at-least-once means.
@@ -67,22 +57,12 @@ impl Handler<Record> for Ledger {
     }
 }
 
-/// Rows that have failed this often are not tried again.
-fn give_up(outcomes: &mut [(i64, Outcome)], max_attempts: Option<u32>) {
-    for (_, outcome) in outcomes {
-        if let Outcome::Waiting { reason, attempts } = outcome
-            && max_attempts.is_some_and(|max| attempts.unsigned_abs() >= max)
-        {
-            *outcome = Outcome::Refused { reason: std::mem::take(reason) };
-        }
-    }
-}
-
 fn count(shared: &Shared, outcomes: &[(i64, Outcome)]) {
     let (mut delivered, mut failed, mut refused) = (0, 0, 0);
     for (id, outcome) in outcomes {
         match outcome {
-            Outcome::Delivered => delivered += 1,
+            Outcome::Delivered { .. } => delivered += 1,
+            Outcome::Confirm | Outcome::Again { .. } => {}
             Outcome::Waiting { attempts, .. } => {
                 failed += 1;
                 tracing::debug!(id, attempts, "not delivered for now");

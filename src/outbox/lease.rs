@@ -1,7 +1,6 @@
 //! The lease: rows held by an open transaction.
 
-use std::collections::{HashMap, HashSet};
-use std::time::Duration;
+use std::collections::HashSet;
 
 use diesel::sql_types::{Array, BigInt, Bool, Double, Integer, Nullable, Text};
 use diesel::{QueryableByName, sql_query};
@@ -10,6 +9,7 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use super::{Connection, DatabaseError, Pool};
 use crate::delivery::backoff;
+use crate::delivery::order::{Ahead, CONFIRMED_AFTER, Held, Later, OUTLIVES, Standing};
 use crate::delivery::plan::{Outcome, Row};
 use crate::tuple::{Intent, InvalidIntent, TupleKey};
 
@@ -28,27 +28,11 @@ const MAX_REASON_CHARS: usize = 2_000;
 pub(crate) struct Lease {
     connection: Connection,
     rows: Vec<Row>,
-    /// The ids of those that were refused once, and came back.
-    came_back: HashSet<i64>,
     /// The ids of those that may have been sent before, by somebody who did not live to record it; and of such rows that
     /// are locked with them.
     doubtful: HashSet<i64>,
     /// The engine's room for one lease, free again when this is gone.
     room: OwnedSemaphorePermit,
-}
-
-/// How long OpenFGA may still carry a request out whose sender is gone: it gives a request 3 s, and its gateway 3 s more.
-const OUTLIVES: Duration = Duration::from_millis(6_500);
-
-/// What is to be remembered of rows that OpenFGA accepted.
-#[derive(Debug, Default)]
-pub(crate) struct Remarks {
-    pub(crate) notes: HashMap<i64, String>,
-    /// An older request of these rows may still be on its way, so that a later row that contradicts one is not safe yet.
-    pub(crate) doubtful: HashSet<i64>,
-    /// A request that contradicts these rows may still be on its way: they are sent once more when it can't be any
-    /// longer, and are delivered only then.
-    pub(crate) confirm: HashSet<i64>,
 }
 
 /// What to claim.
@@ -171,13 +155,9 @@ pub(crate) async fn claim(pool: &Pool, what: Claim, room: OwnedSemaphorePermit) 
     let full = new >= what.rows || bytes >= MAX_LEASE_BYTES / 2 || claimed.len() as i64 > new;
     let last = fitting().map(|row| row.id).max().unwrap_or(i64::MIN);
     let untouched = claimed.iter().any(|row| row.untouched);
-    let (came_back, doubtful) = (came_back(&claimed), doubtful(&claimed));
+    let doubtful = doubtful(&claimed);
     let rows = claimed.into_iter().filter(|row| row.fits).map(ClaimedRow::read).collect();
-    Ok(Claimed { lease: Some(Lease { connection, rows, came_back, doubtful, room }), last_new, last, untouched, full })
-}
-
-fn came_back(claimed: &[ClaimedRow]) -> HashSet<i64> {
-    claimed.iter().filter(|row| row.came_back).map(|row| row.id).collect()
+    Ok(Claimed { lease: Some(Lease { connection, rows, doubtful, room }), last_new, last, untouched, full })
 }
 
 fn doubtful(claimed: &[ClaimedRow]) -> HashSet<i64> {
@@ -193,7 +173,8 @@ impl ClaimedRow {
                 problem: format!("has {} bytes, more than the {MAX_PAYLOAD_BYTES} that are sent", self.bytes),
             }),
         };
-        Row { id: self.id, attempts: self.attempts, intent }
+        let Self { id, attempts, came_back, doubtful, .. } = self;
+        Row { id, attempts, doubtful, came_back, intent, note: None }
     }
 }
 
@@ -203,18 +184,17 @@ impl Lease {
         std::mem::take(&mut self.rows)
     }
 
-    /// Records these outcomes, reached under this authorization model, with remarks on some that are delivered, and
-    /// gives the lease's other rows back untouched, and the room.
+    /// Records these outcomes, reached under this authorization model, and gives the lease's other rows back untouched,
+    /// and the room.
     pub(crate) async fn commit(
         mut self,
         outcomes: &[(i64, Outcome)],
-        remarks: &Remarks,
         model: &str,
     ) -> Result<OwnedSemaphorePermit, DatabaseError> {
         if outcomes.is_empty() {
             return self.give_back().await;
         }
-        record(&mut self.connection, outcomes, remarks, model).await?;
+        record(&mut self.connection, outcomes, &self.doubtful, model).await?;
         AnsiTransactionManager::commit_transaction(&mut *self.connection).await?;
         Ok(self.room)
     }
@@ -229,24 +209,6 @@ impl Lease {
         }
         Ok(self.room)
     }
-}
-
-/// An undelivered row that is not in a lease and can contradict one of it.
-pub(crate) struct Ahead {
-    pub(crate) id: i64,
-    pub(crate) intent: Intent,
-    pub(crate) standing: Standing,
-}
-
-/// How a row ahead stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Standing {
-    /// New, and most likely somebody else's.
-    New,
-    /// It has failed before: waiting for its time, or due.
-    Again,
-    /// Delivered a moment ago, while an older request of it may still be on its way.
-    Doubtful,
 }
 
 /// New rows from `$1` to `$2`, and failed ones, that are not among `$3`; refused ones lie in neither's way. Besides,
@@ -299,11 +261,17 @@ const ALONG: &str = concat!(
     " AS doubtful, true AS fits, payload FROM locked"
 );
 
-impl Lease {
-    /// The undelivered rows that can contradict one of these: new ones before the last of these, from this id on, and
-    /// whichever have failed before.
-    /// None where there are so many that these rows had better wait.
-    pub(crate) async fn look_ahead(&mut self, rows: &[Row], from: i64) -> Result<Option<Vec<Ahead>>, DatabaseError> {
+/// Whatever is later than `$1`, and not refused itself: no index helps, but rows come back seldom.
+const LATER: &str = "
+    SELECT id, false AS again, processed_at IS NOT NULL AS delivered, payload::text AS payload FROM fga_outbox
+    WHERE id > $1 AND id <> ALL($2) AND (processed_at IS NOT NULL OR next_attempt_at IS DISTINCT FROM 'infinity')
+        AND EXISTS (SELECT FROM jsonb_path_query(payload, '$.*[*].object') AS object WHERE object #>> '{}' = ANY($3))
+    ORDER BY id";
+
+impl Held for Lease {
+    type Error = DatabaseError;
+
+    async fn look_ahead(&mut self, rows: &[Row], from: i64) -> Result<Option<Vec<Ahead>>, DatabaseError> {
         let intents = || rows.iter().filter_map(|row| row.intent.as_ref().ok());
         let Some(last) = rows.iter().map(|row| row.id).max() else { return Ok(Some(Vec::new())) };
         let plain = intents().all(|intent| {
@@ -333,44 +301,14 @@ impl Lease {
         Ok(Some(ahead.into_iter().filter_map(read).collect()))
     }
 
-    /// Leases these rows, too, as far as nobody else holds them.
-    pub(crate) async fn take_along(&mut self, ids: &[i64]) -> Result<Vec<Row>, DatabaseError> {
+    async fn take_along(&mut self, ids: &[i64]) -> Result<Vec<Row>, DatabaseError> {
         let rows: Vec<ClaimedRow> = sql_query(ALONG).bind::<Array<BigInt>, _>(ids).load(&mut self.connection).await?;
-        self.came_back.extend(came_back(&rows));
         self.doubtful.extend(doubtful(&rows));
         Ok(rows.into_iter().map(ClaimedRow::read).collect())
     }
-}
 
-/// A later row about an object of a row that came back.
-pub(crate) struct Later {
-    pub(crate) id: i64,
-    pub(crate) intent: Intent,
-    pub(crate) delivered: bool,
-}
-
-/// Whatever is later than `$1`, and not refused itself: no index helps, but rows come back seldom.
-const LATER: &str = "
-    SELECT id, false AS again, processed_at IS NOT NULL AS delivered, payload::text AS payload FROM fga_outbox
-    WHERE id > $1 AND id <> ALL($2) AND (processed_at IS NOT NULL OR next_attempt_at IS DISTINCT FROM 'infinity')
-        AND EXISTS (SELECT FROM jsonb_path_query(payload, '$.*[*].object') AS object WHERE object #>> '{}' = ANY($3))
-    ORDER BY id";
-
-impl Lease {
-    /// Whether this row may have been sent before, by somebody who did not live to record it.
-    pub(crate) fn is_doubtful(&self, row: &Row) -> bool {
-        self.doubtful.contains(&row.id)
-    }
-
-    /// Whether this row was refused once, and came back.
-    pub(crate) fn came_back(&self, row: &Row) -> bool {
-        self.came_back.contains(&row.id)
-    }
-
-    /// The rows later than the first of these that came back which have to do with one of those: what was delivered
-    /// while they were refused must not be undone.
-    pub(crate) async fn look_later(&mut self, rows: &[Row]) -> Result<Vec<Later>, DatabaseError> {
-        let back = || rows.iter().filter(|row| self.came_back.contains(&row.id));
+    async fn look_later(&mut self, rows: &[Row]) -> Result<Vec<Later>, DatabaseError> {
+        let back = || rows.iter().filter(|row| row.came_back);
         let Some(first) = back().map(|row| row.id).min() else { return Ok(Vec::new()) };
         let intents = back().filter_map(|row| row.intent.as_ref().ok());
         let objects: HashSet<&str> = intents.flat_map(Intent::keys).map(TupleKey::object).collect();
@@ -395,71 +333,103 @@ const DELIVERED: &str = "
 const CONFIRM: &str = "
     UPDATE fga_outbox SET next_attempt_at = clock_timestamp() + $2 * interval '1 second' WHERE id = ANY($1)";
 const NOTED: &str = "UPDATE fga_outbox SET last_error = $2 WHERE id = $1";
+/// A row that was overtaken looks at later rows as one does that was refused, only that no model refused it.
+const AGAIN: &str = "
+    UPDATE fga_outbox SET next_attempt_at = coalesce(next_attempt_at, clock_timestamp()),
+        refused_model_id = CASE WHEN id = ANY($2) THEN coalesce(refused_model_id, '') ELSE refused_model_id END
+    WHERE id = ANY($1) AND (next_attempt_at IS NULL OR id = ANY($2))";
 const FAILED: &str = "
     UPDATE fga_outbox SET attempts = least(coalesce(attempts, 0), 2147483646) + 1, last_error = failed.reason,
         next_attempt_at = coalesce(clock_timestamp() + failed.seconds * interval '1 second', 'infinity'),
-        refused_model_id = CASE WHEN failed.seconds IS NULL THEN $4 ELSE refused_model_id END
-    FROM unnest($1, $2, $3) AS failed (id, reason, seconds) WHERE fga_outbox.id = failed.id";
+        refused_model_id = CASE
+            WHEN failed.seconds IS NULL THEN $5
+            WHEN failed.overtaken THEN coalesce(refused_model_id, '')
+            ELSE refused_model_id END
+    FROM unnest($1, $2, $3, $4) AS failed (id, reason, seconds, overtaken) WHERE fga_outbox.id = failed.id";
 
+/// Records outcomes, and for rows in doubt (`doubtful`) that have none, that they are: their locks will not tell any more.
 async fn record(
     connection: &mut AsyncPgConnection,
     outcomes: &[(i64, Outcome)],
-    remarks: &Remarks,
+    doubtful: &HashSet<i64>,
     model: &str,
 ) -> Result<(), DatabaseError> {
-    let mut confirm = Vec::new();
-    let mut delivered = Vec::new();
-    let (mut ids, mut reasons, mut seconds) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut delivered, mut sent_before, mut notes) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut confirm, mut again, mut overtaken) = (Vec::new(), doubtful.clone(), Vec::new());
+    let mut failed = Failed::default();
     for (id, outcome) in outcomes {
-        let (reason, wait) = match outcome {
-            Outcome::Delivered if remarks.confirm.contains(id) => {
-                confirm.push(*id);
-                continue;
-            }
-            Outcome::Delivered => {
+        again.remove(id);
+        match outcome {
+            Outcome::Delivered { doubtful, note } => {
                 delivered.push(*id);
-                continue;
+                sent_before.extend(doubtful.then_some(*id));
+                notes.extend(note.as_ref().map(|note| (*id, note)));
             }
-            Outcome::Waiting { reason, attempts } => {
-                (reason, Some(backoff::of_row(attempts.unsigned_abs()).as_secs_f64()))
+            Outcome::Confirm => confirm.push(*id),
+            Outcome::Waiting { reason, attempts, overtaken } => {
+                failed.push(*id, reason, Some(backoff::of_row(attempts.unsigned_abs()).as_secs_f64()), *overtaken);
             }
-            Outcome::Refused { reason } => (reason, None),
-        };
-        ids.push(*id);
-        reasons.push(recordable(reason));
-        seconds.push(wait);
+            Outcome::Again { overtaken: was_overtaken } => {
+                again.insert(*id);
+                overtaken.extend(was_overtaken.then_some(*id));
+            }
+            Outcome::Refused { reason } => failed.push(*id, reason, None, false),
+        }
     }
     if !delivered.is_empty() {
-        let doubtful: Vec<i64> = delivered.iter().filter(|id| remarks.doubtful.contains(id)).copied().collect();
         sql_query(DELIVERED)
-            .bind::<Array<BigInt>, _>(&delivered)
-            .bind::<Array<BigInt>, _>(doubtful)
+            .bind::<Array<BigInt>, _>(delivered)
+            .bind::<Array<BigInt>, _>(sent_before)
             .bind::<Double, _>(OUTLIVES.as_secs_f64())
             .execute(connection)
             .await?;
     }
+    for (id, note) in notes {
+        sql_query(NOTED).bind::<BigInt, _>(id).bind::<Text, _>(recordable(note)).execute(connection).await?;
+    }
     if !confirm.is_empty() {
         sql_query(CONFIRM)
             .bind::<Array<BigInt>, _>(confirm)
-            .bind::<Double, _>((OUTLIVES + Duration::from_millis(500)).as_secs_f64())
+            .bind::<Double, _>(CONFIRMED_AFTER.as_secs_f64())
             .execute(connection)
             .await?;
     }
-    for id in delivered {
-        if let Some(note) = remarks.notes.get(&id) {
-            sql_query(NOTED).bind::<BigInt, _>(id).bind::<Text, _>(recordable(note)).execute(connection).await?;
-        }
+    if !again.is_empty() {
+        sql_query(AGAIN)
+            .bind::<Array<BigInt>, _>(again.into_iter().collect::<Vec<_>>())
+            .bind::<Array<BigInt>, _>(overtaken)
+            .execute(connection)
+            .await?;
     }
-    if !ids.is_empty() {
+    if !failed.ids.is_empty() {
         sql_query(FAILED)
-            .bind::<Array<BigInt>, _>(ids)
-            .bind::<Array<Text>, _>(reasons)
-            .bind::<Array<Nullable<Double>>, _>(seconds)
+            .bind::<Array<BigInt>, _>(failed.ids)
+            .bind::<Array<Text>, _>(failed.reasons)
+            .bind::<Array<Nullable<Double>>, _>(failed.seconds)
+            .bind::<Array<Bool>, _>(failed.overtaken)
             .bind::<Text, _>(model)
             .execute(connection)
             .await?;
     }
     Ok(())
+}
+
+/// Rows that failed, or were refused (without a time to try them again), column by column.
+#[derive(Default)]
+struct Failed {
+    ids: Vec<i64>,
+    reasons: Vec<String>,
+    seconds: Vec<Option<f64>>,
+    overtaken: Vec<bool>,
+}
+
+impl Failed {
+    fn push(&mut self, id: i64, reason: &str, seconds: Option<f64>, overtaken: bool) {
+        self.ids.push(id);
+        self.reasons.push(recordable(reason));
+        self.seconds.push(seconds);
+        self.overtaken.push(overtaken);
+    }
 }
 
 /// Postgres takes no U+0000 in text, and a message may hold one.

@@ -18,7 +18,7 @@ pub(crate) use connect::{Connection, Pool};
 pub(crate) use doorbell::{Bell, Listener, Nap};
 pub use enqueue::enqueue_all;
 pub(crate) use horizon::Horizon;
-pub(crate) use lease::{Ahead, Claim, Claimed, Later, Lease, Remarks, Standing, claim};
+pub(crate) use lease::{Claim, Claimed, Lease, claim};
 pub use migrate::{Migrated, migrate};
 pub(crate) use report::{Left, last_id, left};
 pub use report::{Reason, Status, status};
