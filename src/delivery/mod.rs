@@ -6,6 +6,7 @@
 
 pub(crate) mod backoff;
 pub(crate) mod flow;
+pub(crate) mod footprints;
 pub(crate) mod order;
 pub(crate) mod plan;
 pub(crate) mod sending;

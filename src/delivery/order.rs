@@ -6,6 +6,7 @@
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
+use crate::delivery::footprints::Others;
 use crate::delivery::plan::{Outcome, Row, State};
 use crate::tuple::{Intent, TupleKey};
 
@@ -22,13 +23,21 @@ pub(crate) trait Held {
     /// The undelivered rows that are not among these and can contradict one of them: new ones before the last of these,
     /// from this id on, and whichever were tried before. Besides, delivered ones that are still in doubt. None where there
     /// are so many that these rows had better wait.
-    async fn look_ahead(&mut self, rows: &[Row], from: i64) -> Result<Option<Vec<Ahead>>, Self::Error>;
+    async fn look_ahead(&mut self, rows: &[Row], from: i64) -> Result<Option<Sight>, Self::Error>;
 
     /// Leases these rows, too, as far as nobody else holds them.
-    async fn take_along(&mut self, ids: &[i64]) -> Result<Vec<Row>, Self::Error>;
+    async fn take_along(&mut self, rows: &[&Ahead]) -> Result<Vec<Row>, Self::Error>;
 
     /// The rows later than the first of these that came back which have to do with one of those, and are not refused.
     async fn look_later(&mut self, rows: &[Row]) -> Result<Vec<Later>, Self::Error>;
+}
+
+/// What lies ahead of a lease.
+#[derive(Debug, Default)]
+pub(crate) struct Sight {
+    pub(crate) rows: Vec<Ahead>,
+    /// The engine's other leases, whose rows are not among those.
+    pub(crate) others: Others,
 }
 
 /// A row that is not in a lease and can contradict one of it.
@@ -80,9 +89,9 @@ pub(crate) async fn put_in_order<L: Held>(
 ) -> Result<Ordered, L::Error> {
     let ahead = match from {
         Some(from) => take_along(lease, &mut rows, from).await?,
-        None => Some(Vec::new()),
+        None => Some(Sight::default()),
     };
-    let Some(ahead) = ahead else { return Ok(Ordered { blocked: true, ..Ordered::default() }) };
+    let Some(Sight { rows: ahead, others }) = ahead else { return Ok(Ordered { blocked: true, ..Ordered::default() }) };
     let later = lease.look_later(&rows).await?;
     let mut ordered = Ordered::default();
     let mut waits = HashSet::new();
@@ -100,22 +109,22 @@ pub(crate) async fn put_in_order<L: Held>(
     });
     let (just_delivered, ahead): (Vec<_>, Vec<_>) =
         ahead.into_iter().partition(|ahead| ahead.standing == Standing::Doubtful);
-    let blocked = blocked(&rows, &ahead, waits);
+    let blocked = blocked(&rows, &ahead, &others, waits);
     rows.retain(|row| !blocked.contains(&row.id));
     Ok(Ordered { rows, just_delivered, blocked: !blocked.is_empty(), ..ordered })
 }
 
 /// Leases what merely waits for its time and contradicts one of these rows, too, and gives what is still ahead then.
-async fn take_along<L: Held>(lease: &mut L, rows: &mut Vec<Row>, from: i64) -> Result<Option<Vec<Ahead>>, L::Error> {
+async fn take_along<L: Held>(lease: &mut L, rows: &mut Vec<Row>, from: i64) -> Result<Option<Sight>, L::Error> {
     loop {
         rows.sort_unstable_by_key(|row| row.id);
-        let Some(ahead) = lease.look_ahead(rows, from).await? else { return Ok(None) };
+        let Some(sight) = lease.look_ahead(rows, from).await? else { return Ok(None) };
         let wanted = Wanted::by(rows.iter().filter_map(|row| Some((row.id, row.intent.as_ref().ok()?))));
-        let along = ahead.iter().filter(|it| it.standing == Standing::Again && wanted.otherwise(&it.intent, |_| true));
-        let along: Vec<i64> = along.map(|ahead| ahead.id).collect();
+        let waiting = sight.rows.iter().filter(|ahead| ahead.standing == Standing::Again);
+        let along: Vec<&Ahead> = waiting.filter(|ahead| wanted.otherwise(&ahead.intent, |_| true)).collect();
         let taken = if along.is_empty() { Vec::new() } else { lease.take_along(&along).await? };
         if taken.is_empty() {
-            return Ok(Some(ahead));
+            return Ok(Some(sight));
         }
         // What came along may have rows ahead of its own.
         rows.extend(taken);
@@ -123,13 +132,14 @@ async fn take_along<L: Held>(lease: &mut L, rows: &mut Vec<Row>, from: i64) -> R
 }
 
 /// The ids of the rows that can't be sent yet: those of `waits`, and those that an earlier row contradicts that is not
-/// delivered and is not in this lease, or is but has to wait itself. `ahead` are those earlier ones; rows are in the order
-/// of their ids.
-fn blocked(rows: &[Row], ahead: &[Ahead], mut waits: HashSet<i64>) -> HashSet<i64> {
+/// delivered and is not in this lease, or is but has to wait itself. `ahead` are those earlier ones, besides those of the
+/// engine's other leases; rows are in the order of their ids.
+fn blocked(rows: &[Row], ahead: &[Ahead], others: &Others, mut waits: HashSet<i64>) -> HashSet<i64> {
     let mut undecided = Wanted::by(ahead.iter().map(|ahead| (ahead.id, &ahead.intent)));
     for row in rows {
         let Ok(intent) = &row.intent else { continue };
-        if waits.contains(&row.id) || undecided.otherwise(intent, |id| id < row.id) {
+        if waits.contains(&row.id) || undecided.otherwise(intent, |id| id < row.id) || others.contradict(row.id, intent)
+        {
             waits.insert(row.id);
             undecided.add(row.id, intent);
         }
@@ -235,7 +245,8 @@ mod tests {
     fn waiting(rows: Vec<(i64, Intent)>, ahead: (i64, Intent), waits: &[i64]) -> Vec<i64> {
         let rows: Vec<Row> = rows.into_iter().map(|(id, intent)| Row::new(id, Ok(intent))).collect();
         let ahead = Ahead { id: ahead.0, intent: ahead.1, standing: Standing::New };
-        let mut waiting: Vec<i64> = blocked(&rows, &[ahead], waits.iter().copied().collect()).into_iter().collect();
+        let mut waiting: Vec<i64> =
+            blocked(&rows, &[ahead], &Others::default(), waits.iter().copied().collect()).into_iter().collect();
         waiting.sort_unstable();
         waiting
     }

@@ -259,6 +259,7 @@ impl EngineBuilder {
             limits: Default::default(),
             room: Arc::new(Semaphore::new(ROOM as usize)),
             flow: Permits::new(),
+            footprints: Default::default(),
             failures_in_a_row: Default::default(),
             wake: Notify::new(),
             listening: Default::default(),

@@ -260,7 +260,8 @@ impl Claiming {
 
     /// Claims, and hands the lease over.
     async fn lease(&mut self, what: Claim, room: OwnedSemaphorePermit) -> Result<Option<Claimed>, DatabaseError> {
-        let claiming = tokio::time::timeout(LONGEST_CLAIM, claim(&self.shared.pool, what, room));
+        let claiming =
+            tokio::time::timeout(LONGEST_CLAIM, claim(&self.shared.pool, &self.shared.footprints, what, room));
         let Ok(claimed) = claiming.await else {
             return Err(DatabaseError::Unreachable("no answer in time".to_owned()));
         };

@@ -26,6 +26,7 @@ use keeper::Kept;
 use ledger::Ledger;
 use listener::Listener;
 
+use crate::delivery::footprints::Footprints;
 use crate::delivery::plan::Limits;
 use crate::delivery::verdict::Fault;
 use crate::openfga::Client;
@@ -81,6 +82,8 @@ pub(crate) struct Shared {
     room: Arc<Semaphore>,
     /// A permit for each request in flight.
     flow: Arc<Permits>,
+    /// What the leases that are out want.
+    footprints: Arc<Footprints>,
     failures_in_a_row: AtomicU32,
     /// There may be something to claim.
     wake: Notify,

@@ -1,6 +1,7 @@
 //! The lease: rows held by an open transaction.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 
 use diesel::sql_types::{Array, BigInt, Bool, Double, Integer, Nullable, Text};
 use diesel::{QueryableByName, sql_query};
@@ -9,7 +10,8 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use super::{Connection, DatabaseError, Pool};
 use crate::delivery::backoff;
-use crate::delivery::order::{Ahead, CONFIRMED_AFTER, Held, Later, OUTLIVES, Standing};
+use crate::delivery::footprints::{Entry, Footprints};
+use crate::delivery::order::{Ahead, CONFIRMED_AFTER, Held, Later, OUTLIVES, Sight, Standing};
 use crate::delivery::plan::{Outcome, Row};
 use crate::tuple::{Intent, InvalidIntent, TupleKey};
 
@@ -31,6 +33,7 @@ pub(crate) struct Lease {
     /// The ids of those that may have been sent before, by somebody who did not live to record it; and of such rows that
     /// are locked with them.
     doubtful: HashSet<i64>,
+    entry: Entry,
     /// The engine's room for one lease, free again when this is gone.
     room: OwnedSemaphorePermit,
 }
@@ -74,6 +77,14 @@ macro_rules! doubtful {
     };
 }
 
+/// That a row is not delivered, in words by which Postgres finds only `fga_outbox_waiting_idx`: between that one and
+/// `fga_outbox_pending_idx` it would choose by what it knows of the table, which may be from before there was a backlog.
+macro_rules! undelivered {
+    () => {
+        "(processed_at IS NULL)::integer = 1"
+    };
+}
+
 /// What is read of a row as it is locked.
 macro_rules! read_as_locked {
     () => {
@@ -84,13 +95,14 @@ macro_rules! read_as_locked {
 }
 
 /// New rows by their own index from `$1` on, retries that are due by theirs. What lies in the table beside them (rows
-/// delivered, waiting or refused) is not looked at, as long as `$1` is past it. `id + 0` keeps the planner, which may know
-/// nothing of a table that was just filled, from looking for retries by their ids.
+/// delivered, waiting or refused) is not looked at, as long as `$1` is past it. `id + 0` keeps Postgres from looking for
+/// retries by their ids.
 const CLAIM: &str = concat!(
     "WITH due AS MATERIALIZED (",
     read_as_locked!(),
-    "WHERE processed_at IS NULL AND next_attempt_at <= now() AND id + 0 > $5
-        ORDER BY next_attempt_at LIMIT ($2 + 1) / 2 FOR UPDATE SKIP LOCKED
+    "WHERE ",
+    undelivered!(),
+    " AND next_attempt_at <= now() AND id + 0 > $5 ORDER BY next_attempt_at LIMIT ($2 + 1) / 2 FOR UPDATE SKIP LOCKED
     ), new AS MATERIALIZED (",
     read_as_locked!(),
     "WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id > $1 ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED
@@ -98,9 +110,11 @@ const CLAIM: &str = concat!(
         SELECT *, false AS new, octet_length(payload)::bigint AS bytes FROM due
         UNION ALL SELECT *, true, octet_length(payload)::bigint FROM new
     ), room AS (
-        SELECT *, sum(least(bytes, $4)) OVER (ORDER BY id) AS so_far, row_number() OVER (ORDER BY id) AS nth FROM locked
+        SELECT *, sum(least(bytes, $4)::integer) OVER nth AS so_far, row_number() OVER nth AS nth FROM locked
+        WINDOW nth AS (ORDER BY id ROWS UNBOUNDED PRECEDING)
     )
-    SELECT id, attempts, new, came_back, locker = '0'::xid AS untouched, bytes, ",
+    SELECT id, attempts, new, came_back, locker = '0'::xid AS untouched, bytes,
+        (SELECT pg_current_xact_id_if_assigned()::xid::text::bigint) AS transaction, ",
     doubtful!(),
     " AS doubtful, nth <= $2 AND (so_far <= $3 OR nth = 1) AS fits, CASE WHEN bytes <= $4 THEN payload END AS payload
     FROM room"
@@ -121,6 +135,9 @@ struct ClaimedRow {
     untouched: bool,
     #[diesel(sql_type = Bool)]
     doubtful: bool,
+    /// Whose lock it is.
+    #[diesel(sql_type = BigInt)]
+    transaction: i64,
     /// Whether there is room for it in the lease.
     #[diesel(sql_type = Bool)]
     fits: bool,
@@ -131,7 +148,12 @@ struct ClaimedRow {
 }
 
 /// Leases rows that may be delivered now and that nobody else holds. None where there are none.
-pub(crate) async fn claim(pool: &Pool, what: Claim, room: OwnedSemaphorePermit) -> Result<Claimed, DatabaseError> {
+pub(crate) async fn claim(
+    pool: &Pool,
+    footprints: &Arc<Footprints>,
+    what: Claim,
+    room: OwnedSemaphorePermit,
+) -> Result<Claimed, DatabaseError> {
     let mut connection = pool.get().await?;
     // Never a raw BEGIN: the pool would take the connection back with the transaction open.
     AnsiTransactionManager::begin_transaction(&mut *connection).await?;
@@ -156,8 +178,14 @@ pub(crate) async fn claim(pool: &Pool, what: Claim, room: OwnedSemaphorePermit) 
     let last = fitting().map(|row| row.id).max().unwrap_or(i64::MIN);
     let untouched = claimed.iter().any(|row| row.untouched);
     let doubtful = doubtful(&claimed);
-    let rows = claimed.into_iter().filter(|row| row.fits).map(ClaimedRow::read).collect();
-    Ok(Claimed { lease: Some(Lease { connection, rows, doubtful, room }), last_new, last, untouched, full })
+    let transaction = claimed[0].transaction as u32;
+    let fits: Vec<bool> = claimed.iter().map(|row| row.fits).collect();
+    let mut rows: Vec<Row> = claimed.into_iter().map(ClaimedRow::read).collect();
+    let locked = rows.iter().filter_map(|row| Some((row.id, row.intent.as_ref().ok()?)));
+    let entry = footprints.enter(transaction, locked);
+    let mut fits = fits.into_iter();
+    rows.retain(|_| fits.next().unwrap_or_default());
+    Ok(Claimed { lease: Some(Lease { connection, rows, doubtful, entry, room }), last_new, last, untouched, full })
 }
 
 fn doubtful(claimed: &[ClaimedRow]) -> HashSet<i64> {
@@ -211,30 +239,41 @@ impl Lease {
     }
 }
 
-/// New rows from `$1` to `$2`, and failed ones, that are not among `$3`; refused ones lie in neither's way. Besides,
-/// delivered ones that are still in doubt. Of
-/// these, those that can contradict a lease: rows about one of its objects (`$5`), and where it only writes
-/// unconditionally (`$4`), as most do, rows with deletes or conditions.
-const AHEAD: &str = "
-    SELECT id, again, delivered, payload::text AS payload FROM (
+/// See [`AHEAD`].
+macro_rules! contradicts {
+    () => {
+        "(NOT $4 OR payload ? 'deletes' OR payload @? '$.writes[*].condition') AND EXISTS (
+            SELECT FROM jsonb_path_query(payload, '$.*[*].object') AS object
+            WHERE object #>> '{}' IN (SELECT unnest($5)))"
+    };
+}
+
+/// New rows from `$1` to `$2`, and those that were tried before, unless one of the transactions `$3` has them; refused
+/// ones lie in neither's way. Besides, delivered ones that are still in doubt. Of these, those that can contradict a
+/// lease: rows about one of its objects (`$5`), and where it only writes unconditionally (`$4`), as most do, rows with
+/// deletes or conditions.
+const AHEAD: &str = concat!(
+    "SELECT id, again, delivered, payload::text AS payload FROM (
         (
             SELECT id, payload, false AS again, false AS delivered FROM fga_outbox
-            WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id >= $1 AND id < $2 AND id <> ALL($3)
-                AND (NOT $4 OR payload ? 'deletes' OR payload @? '$.writes[*].condition')
-                AND EXISTS (
-                    SELECT FROM jsonb_path_query(payload, '$.*[*].object') AS object WHERE object #>> '{}' = ANY($5)
-                )
-            LIMIT $6
+            WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id >= $1 AND id < $2 AND xmax <> ALL($3::xid[])
+                AND ",
+    contradicts!(),
+    " LIMIT $6
         )
         UNION ALL
         SELECT id, payload, true, false FROM fga_outbox
-        WHERE processed_at IS NULL AND next_attempt_at < 'infinity' AND id <> ALL($3)
-        UNION ALL
+        WHERE ",
+    undelivered!(),
+    " AND next_attempt_at < 'infinity' AND xmax <> ALL($3::xid[]) AND ",
+    contradicts!(),
+    " UNION ALL
         SELECT min(id), payload, false, true FROM fga_outbox
-        WHERE processed_at IS NOT NULL AND next_attempt_at > now() GROUP BY payload
-    ) AS ahead
-    WHERE (NOT $4 OR payload ? 'deletes' OR payload @? '$.writes[*].condition')
-        AND EXISTS (SELECT FROM jsonb_path_query(payload, '$.*[*].object') AS object WHERE object #>> '{}' = ANY($5))";
+        WHERE processed_at IS NOT NULL AND next_attempt_at > now() AND ",
+    contradicts!(),
+    " GROUP BY payload
+    ) AS ahead"
+);
 
 /// With more new rows ahead than this, a lease is too far ahead of the others to be worth the look: it has none, once it
 /// is the first.
@@ -256,7 +295,8 @@ const ALONG: &str = concat!(
     "WITH locked AS MATERIALIZED (",
     read_as_locked!(),
     "WHERE id = ANY($1) AND processed_at IS NULL ORDER BY id FOR UPDATE SKIP LOCKED)
-    SELECT id, attempts, false AS new, came_back, false AS untouched, octet_length(payload)::bigint AS bytes, ",
+    SELECT id, attempts, false AS new, came_back, false AS untouched, octet_length(payload)::bigint AS bytes,
+        0::bigint AS transaction, ",
     doubtful!(),
     " AS doubtful, true AS fits, payload FROM locked"
 );
@@ -271,17 +311,20 @@ const LATER: &str = "
 impl Held for Lease {
     type Error = DatabaseError;
 
-    async fn look_ahead(&mut self, rows: &[Row], from: i64) -> Result<Option<Vec<Ahead>>, DatabaseError> {
+    async fn look_ahead(&mut self, rows: &[Row], from: i64) -> Result<Option<Sight>, DatabaseError> {
         let intents = || rows.iter().filter_map(|row| row.intent.as_ref().ok());
-        let Some(last) = rows.iter().map(|row| row.id).max() else { return Ok(Some(Vec::new())) };
+        let Some(last) = rows.iter().map(|row| row.id).max() else { return Ok(Some(Sight::default())) };
         let plain = intents().all(|intent| {
             intent.deletes().is_empty() && intent.writes().iter().all(|tuple| tuple.condition().is_none())
         });
         let objects: HashSet<&str> = intents().flat_map(Intent::keys).map(TupleKey::object).collect();
+        let others = self.entry.others();
+        let known = others.transactions().chain([self.entry.transaction()]).map(|it| it.to_string());
+        let known: Vec<String> = known.collect();
         let ahead: Vec<AheadRow> = sql_query(AHEAD)
             .bind::<BigInt, _>(from)
             .bind::<BigInt, _>(last)
-            .bind::<Array<BigInt>, _>(rows.iter().map(|row| row.id).collect::<Vec<_>>())
+            .bind::<Array<Text>, _>(known)
             .bind::<Bool, _>(plain)
             .bind::<Array<Text>, _>(objects.into_iter().collect::<Vec<_>>())
             .bind::<BigInt, _>(MOST_AHEAD as i64 + 1)
@@ -298,10 +341,12 @@ impl Held for Lease {
             };
             Some(Ahead { id: row.id, intent: Intent::from_json(&row.payload).ok()?, standing })
         };
-        Ok(Some(ahead.into_iter().filter_map(read).collect()))
+        Ok(Some(Sight { rows: ahead.into_iter().filter_map(read).collect(), others }))
     }
 
-    async fn take_along(&mut self, ids: &[i64]) -> Result<Vec<Row>, DatabaseError> {
+    async fn take_along(&mut self, rows: &[&Ahead]) -> Result<Vec<Row>, DatabaseError> {
+        self.entry.add(rows.iter().map(|row| (row.id, &row.intent)));
+        let ids: Vec<i64> = rows.iter().map(|row| row.id).collect();
         let rows: Vec<ClaimedRow> = sql_query(ALONG).bind::<Array<BigInt>, _>(ids).load(&mut self.connection).await?;
         self.doubtful.extend(doubtful(&rows));
         Ok(rows.into_iter().map(ClaimedRow::read).collect())

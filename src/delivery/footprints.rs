@@ -1,0 +1,159 @@
+//! What the leases of one engine want of each key, so that its leases need not be looked up in the table for one another.
+//!
+//! A lease is known by its transaction, which Postgres leaves on the rows that it locked: a look at the table passes over
+//! the rows of those that are known here. Keys and states are kept as hashes: where two are taken for the same by chance,
+//! a row waits that need not.
+
+use std::collections::hash_map::RandomState;
+use std::hash::BuildHasher as _;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use crate::delivery::order::claims;
+use crate::delivery::plan::State;
+use crate::tuple::Intent;
+
+/// The leases that are out.
+#[derive(Debug, Default)]
+pub(crate) struct Footprints {
+    hasher: RandomState,
+    leases: Mutex<Vec<Footprint>>,
+}
+
+#[derive(Debug, Clone)]
+struct Footprint {
+    transaction: u32,
+    /// Sorted.
+    claims: Arc<Vec<Claim>>,
+}
+
+/// The hash of a key, the row that wants something of it, and the hash of what.
+type Claim = (u64, i64, u64);
+
+/// That a lease is out: until this is dropped, which must not be before its rows are free.
+#[derive(Debug)]
+pub(crate) struct Entry {
+    footprints: Arc<Footprints>,
+    transaction: u32,
+}
+
+/// The other leases at one moment.
+#[derive(Debug, Default)]
+pub(crate) struct Others {
+    hasher: RandomState,
+    leases: Vec<Footprint>,
+}
+
+impl Footprints {
+    /// Enters a lease with all rows that its transaction has locked.
+    pub(crate) fn enter<'a>(
+        self: &Arc<Self>,
+        transaction: u32,
+        rows: impl Iterator<Item = (i64, &'a Intent)>,
+    ) -> Entry {
+        let claims = Arc::new(hashed(&self.hasher, rows));
+        self.lock().push(Footprint { transaction, claims });
+        Entry { footprints: self.clone(), transaction }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Footprint>> {
+        self.leases.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+impl Entry {
+    pub(crate) fn transaction(&self) -> u32 {
+        self.transaction
+    }
+
+    /// Adds rows that are about to be locked, too.
+    pub(crate) fn add<'a>(&self, rows: impl Iterator<Item = (i64, &'a Intent)>) {
+        let added = hashed(&self.footprints.hasher, rows);
+        if let Some(own) = self.footprints.lock().iter_mut().find(|lease| lease.transaction == self.transaction) {
+            let mut claims = [&own.claims[..], &added].concat();
+            claims.sort_unstable();
+            own.claims = Arc::new(claims);
+        }
+    }
+
+    /// The other leases. To be asked before the look at the table that passes over their rows: a lease that ends
+    /// meanwhile is still known then.
+    pub(crate) fn others(&self) -> Others {
+        let leases = self.footprints.lock();
+        let leases = leases.iter().filter(|lease| lease.transaction != self.transaction).cloned().collect();
+        Others { hasher: self.footprints.hasher.clone(), leases }
+    }
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        self.footprints.lock().retain(|lease| lease.transaction != self.transaction);
+    }
+}
+
+impl Others {
+    pub(crate) fn transactions(&self) -> impl Iterator<Item = u32> {
+        self.leases.iter().map(|lease| lease.transaction)
+    }
+
+    /// Whether one of them has an earlier row that contradicts this one.
+    pub(crate) fn contradict(&self, id: i64, intent: &Intent) -> bool {
+        !self.leases.is_empty()
+            && hashed(&self.hasher, [(id, intent)].into_iter()).iter().any(|(key, _, to)| {
+                self.leases.iter().any(|lease| {
+                    let first = lease.claims.partition_point(|claim| claim.0 < *key);
+                    let same = lease.claims[first..].iter().take_while(|claim| claim.0 == *key);
+                    same.into_iter().any(|(_, other, wants)| *other < id && wants != to)
+                })
+            })
+    }
+}
+
+fn hashed<'a>(hasher: &RandomState, rows: impl Iterator<Item = (i64, &'a Intent)>) -> Vec<Claim> {
+    let mut hashed: Vec<Claim> = Vec::with_capacity(rows.size_hint().0);
+    for (id, intent) in rows {
+        hashed.extend(claims(intent).map(|(key, to)| {
+            let to = match to {
+                State::Absent => 0,
+                State::Present(None) => 1,
+                State::Present(Some(condition)) => {
+                    hasher.hash_one((condition.name(), format!("{:?}", condition.context())))
+                }
+            };
+            (hasher.hash_one(key), id, to)
+        }));
+    }
+    hashed.sort_unstable();
+    hashed
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tuple::{Condition, Tuple, TupleKey};
+
+    #[test]
+    fn a_row_waits_for_earlier_ones_of_other_leases_that_contradict_it_while_these_are_out() {
+        let key = |name: &str| TupleKey::new(format!("user:{name}"), "viewer", "document:1").unwrap();
+        let write = |name: &str| Intent::write(key(name).try_into().unwrap());
+        let delete = |name: &str| Intent::delete(key(name));
+        let in_office =
+            Intent::write(Tuple::try_from(key("anne")).unwrap().with_condition(Condition::new("in_office").unwrap()));
+
+        let footprints = Arc::<Footprints>::default();
+        let first = footprints.enter(1, [(5, &write("anne")), (6, &write("bob"))].into_iter());
+        let second = footprints.enter(2, [(8, &delete("anne"))].into_iter());
+        assert_eq!(second.others().transactions().collect::<Vec<_>>(), [1]);
+        let contradict = |id, intent: &Intent| second.others().contradict(id, intent);
+        assert!(contradict(8, &delete("anne")) && contradict(8, &in_office));
+        assert!(!contradict(8, &write("anne")) && !contradict(8, &delete("carl")));
+        assert!(!contradict(3, &delete("anne")), "it is the earlier one");
+        assert!(!first.others().contradict(5, &write("anne")));
+
+        first.add([(2, &in_office), (7, &delete("carl"))].into_iter());
+        assert!(contradict(8, &write("anne")) && contradict(8, &write("carl")));
+        let before = second.others();
+        drop(first);
+        assert!(!contradict(8, &delete("anne")));
+        assert!(before.contradict(8, &delete("anne")));
+    }
+}
