@@ -33,7 +33,7 @@ pub struct Args {
 }
 
 pub async fn run(Args { commits, seconds, writers }: Args) -> Vec<Table> {
-    let (_, _, ceiling) = best_in_flight(4_000, 1).await;
+    let (_, _, ceiling) = best_in_flight(6_000, 2).await;
     let proxy = proxy::start(&Target::openfga().await);
     let title = format!(
         "milliseconds from the time when a commit was due, {writers} writers, ceiling {ceiling:.0} tuples/s; \

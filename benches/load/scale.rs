@@ -13,7 +13,7 @@ use crate::table::{Table, median, rounded};
 /// 1, 2, 4 and 8 processes that drain one table, into one OpenFGA and into an instant sink
 #[derive(clap::Args)]
 pub struct Args {
-    /// Rows of a round into OpenFGA; the sink gets eight times as many
+    /// Rows of a round into OpenFGA; the sink gets sixteen times as many
     #[arg(long, default_value_t = 10_000, value_parser = RangedU64ValueParser::<u32>::new().range(1..))]
     rows: u32,
     #[arg(long, default_value_t = 2, value_parser = RangedU64ValueParser::<u32>::new().range(1..))]
@@ -23,7 +23,7 @@ pub struct Args {
 pub async fn run(Args { rows, rounds }: Args) -> Vec<Table> {
     vec![
         scale("into OpenFGA", async || Target::openfga().await, rows, rounds).await,
-        scale("into the sink", async || sink::start(), rows * 8, rounds).await,
+        scale("into the sink", async || sink::start(), rows * 16, rounds).await,
     ]
 }
 
