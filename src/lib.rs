@@ -20,6 +20,9 @@
 
 mod delivery;
 mod engine;
+#[cfg(feature = "internals")]
+#[doc(hidden)]
+pub mod internals;
 mod openfga;
 mod outbox;
 mod tuple;

@@ -9,10 +9,19 @@ mod support;
 
 mod bed;
 mod ceiling;
+mod cost;
 mod floor;
+mod http;
+mod latency;
+mod order;
 mod pgbench;
+mod process;
+mod proxy;
+mod scale;
 mod sink;
+mod size;
 mod table;
+mod worker;
 
 use std::time::Instant;
 
@@ -36,6 +45,12 @@ struct Cli {
 enum Scenario {
     Ceiling(ceiling::Args),
     Floor(floor::Args),
+    Worker(worker::Args),
+    Latency(latency::Args),
+    Cost(cost::Args),
+    Size(size::Args),
+    Scale(scale::Args),
+    Order(order::Args),
     /// All of these, one after the other
     All,
 }
@@ -62,6 +77,12 @@ async fn run(scenario: Scenario, json: bool) {
     let tables = match scenario {
         Scenario::Ceiling(args) => ceiling::run(args).await,
         Scenario::Floor(args) => floor::run(args).await,
+        Scenario::Worker(args) => worker::run(args).await,
+        Scenario::Latency(args) => latency::run(args).await,
+        Scenario::Cost(args) => cost::run(args).await,
+        Scenario::Size(args) => size::run(args).await,
+        Scenario::Scale(args) => scale::run(args).await,
+        Scenario::Order(args) => order::run(args).await,
         Scenario::All => return,
     };
     for table in tables {

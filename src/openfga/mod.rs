@@ -294,7 +294,7 @@ fn parse<T: serde::de::DeserializeOwned>(answer: &[u8]) -> Result<T, Verdict> {
 }
 
 #[derive(Serialize)]
-struct WriteBody<'a> {
+pub(crate) struct WriteBody<'a> {
     authorization_model_id: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
     writes: Option<Writes<'a>>,
@@ -323,7 +323,7 @@ struct WrittenTuple<'a> {
 }
 
 impl<'a> WriteBody<'a> {
-    fn new(model: &'a str, request: &'a Request) -> Self {
+    pub(crate) fn new(model: &'a str, request: &'a Request) -> Self {
         let mut writes = Vec::with_capacity(request.steps.len());
         let mut deletes = Vec::new();
         for Step { key, to, .. } in &request.steps {
