@@ -20,7 +20,7 @@ pub struct Args {
 
 pub async fn run(Args { rows, rounds }: Args) -> Vec<Table> {
     let rows = rows.next_multiple_of(100);
-    let (sweep, in_flight, _) = best_in_flight(rows.div_ceil(200) * 100, 2).await;
+    let (sweep, in_flight) = best_in_flight(rows.div_ceil(200) * 100, 2).await;
 
     let title = format!("share of the ceiling ({in_flight} in flight), medians of {rounds} rounds of {rows} rows");
     let columns = ["engine draining", "rows/s", "tuples sent/s", "ceiling, tuples/s", "share, %"];
@@ -52,8 +52,8 @@ fn report(table: &mut Table, name: &str, tuples_a_row: f64, ceilings: &[f64], en
     table.row([json!(name), rounded(engine), rounded(sent), rounded(ceiling), rounded(sent / ceiling * 100.0)]);
 }
 
-/// With how many requests in flight OpenFGA takes the most new tuples, and how many that are a second.
-pub async fn best_in_flight(tuples: u32, rounds: u32) -> (Table, usize, f64) {
+/// With how many requests in flight OpenFGA takes the most new tuples.
+pub async fn best_in_flight(tuples: u32, rounds: u32) -> (Table, usize) {
     const TRIED: [usize; 6] = [1, 2, 3, 4, 6, 8];
     let mut rates = [const { Vec::new() }; TRIED.len()];
     for _ in 0..rounds {
@@ -64,6 +64,5 @@ pub async fn best_in_flight(tuples: u32, rounds: u32) -> (Table, usize, f64) {
     let mut table = Table::new("the ceiling: requests of 100 new tuples", ["in flight", "tuples/s"]);
     zip(TRIED, &rates).for_each(|(in_flight, rates)| table.row([json!(in_flight), rounded(median(rates))]));
     let best = zip(TRIED, rates.map(|rates| median(&rates))).max_by(|(_, a), (_, b)| a.total_cmp(b));
-    let (in_flight, rate) = best.expect("some were tried");
-    (table, in_flight, rate)
+    (table, best.expect("some were tried").0)
 }

@@ -67,7 +67,7 @@ pub async fn run(Args { seconds, rounds }: Args) -> Vec<Table> {
         setting("fsync").await,
         setting("synchronous_commit").await
     );
-    let columns = ["", "inserts/s", "of plain, %", "p50, ms", "p99, ms", "p99, of plain, %"];
+    let columns = ["case", "inserts/s", "of plain, %", "p50, ms", "p99, ms", "p99, of plain, %"];
     let mut table = Table::new(&title, columns);
     let medians = rounds_of.map(|(rates, middles, lates)| (median(&rates), median(&middles), median(&lates)));
     let (plain_rate, _, plain_late) = medians[0];

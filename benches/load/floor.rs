@@ -49,7 +49,7 @@ pub async fn run(Args { rows, rounds }: Args) -> Vec<Table> {
     let by_clients = by_clients.map(|rates| median(&rates));
     let best = by_clients.iter().copied().fold(0.0, f64::max);
     let title = format!("without OpenFGA: medians of {rounds} rounds of {rows} single-tuple rows");
-    let mut table = Table::new(&title, ["", "rows/s", "of pgbench's best, %"]);
+    let mut table = Table::new(&title, ["case", "rows/s", "of pgbench's best, %"]);
     for (clients, rate) in CLIENTS.iter().zip(by_clients) {
         table.row([json!(format!("pgbench, {clients} clients")), rounded(rate), rounded(rate / best * 100.0)]);
     }

@@ -28,12 +28,12 @@ const ENGINES: usize = 4;
 
 pub async fn run(Args { rows, rounds, contradicting }: Args) -> Vec<Table> {
     let title = format!("order, {ENGINES} engines, archive rows, medians of {rounds} rounds");
-    let mut share = Table::new(&title, ["", "rows", "without order, rows/s", "in order, rows/s", "share, %"]);
+    let mut share = Table::new(&title, ["case", "rows", "without order, rows/s", "in order, rows/s", "share, %"]);
     compare(&mut share, "into OpenFGA", async || Target::openfga().await, rows, rounds).await;
     compare(&mut share, "into the sink", async || sink::start(), rows * 8, rounds).await;
 
     let title = format!("{contradicting} rows that contradict each other, over 200 tuples, one engine");
-    let mut doubt = Table::new(&title, ["", "all delivered after, s", "requests"]);
+    let mut doubt = Table::new(&title, ["case", "all delivered after, s", "requests"]);
     for (name, died) in [("never held", false), ("held by a process that died", true)] {
         let (took, requests) = contradict(contradicting, died).await;
         doubt.row([json!(name), rounded(took.as_secs_f64()), json!(requests)]);

@@ -25,7 +25,7 @@ pub async fn run(Args { rows, rounds }: Args) -> Vec<Table> {
         ("rows that are all there already", Workload::Single, true),
     ];
     let title = format!("the worker written by hand, medians of {rounds} rounds of {rows} rows");
-    let mut table = Table::new(&title, ["", "row by row, rows/s", "engine, rows/s", "ratio"]);
+    let mut table = Table::new(&title, ["case", "row by row, rows/s", "engine, rows/s", "ratio"]);
     for (name, workload, is_there) in workloads {
         let (mut by_hand, mut engines) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
