@@ -7,6 +7,7 @@ use std::sync::Arc;
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 
+use crate::delivery::footprints::Footprints;
 use crate::delivery::plan::{self, Limits, Outcome, Plan, Row};
 use crate::delivery::sending::End;
 use crate::delivery::verdict::{self, Answer};
@@ -70,6 +71,7 @@ pub fn verdict(status: u16, body: &[u8]) -> impl Debug + use<> {
 pub struct Claims {
     pool: Pool,
     horizon: Horizon,
+    footprints: Arc<Footprints>,
     room: Arc<Semaphore>,
 }
 
@@ -77,7 +79,8 @@ impl Claims {
     /// Connects when it is first needed, on the runtime that this runs on.
     pub fn new(url: &DatabaseUrl) -> Self {
         let room = Arc::new(Semaphore::new(1));
-        Self { pool: Pool::new(url, Handle::current(), 2), horizon: Horizon::default(), room }
+        let pool = Pool::new(url, Handle::current(), 2);
+        Self { pool, horizon: Horizon::default(), footprints: Arc::default(), room }
     }
 
     /// Looks from which id on rows may be new, as an engine does every second.
@@ -88,7 +91,8 @@ impl Claims {
     /// Claims up to so many rows whose ids are higher than this one, if there are any.
     pub async fn claim(&self, after: i64, rows: i64) -> Result<Option<Held>, DatabaseError> {
         let room = self.room.clone().acquire_owned().await.expect("never closed");
-        let claimed = outbox::claim(&self.pool, Claim { after, failed_after: i64::MIN, rows }, room).await?;
+        let what = Claim { after, failed_after: i64::MIN, rows };
+        let claimed = outbox::claim(&self.pool, &self.footprints, what, room).await?;
         Ok(claimed.lease.map(|mut lease| Held { rows: Rows(lease.take_rows()), lease }))
     }
 }
