@@ -6,6 +6,8 @@
 
 pub(crate) mod backoff;
 pub(crate) mod flow;
+#[cfg(test)]
+mod history;
 pub(crate) mod order;
 pub(crate) mod plan;
 pub(crate) mod sending;
