@@ -7,6 +7,8 @@
 pub(crate) mod backoff;
 pub(crate) mod flow;
 pub(crate) mod footprints;
+#[cfg(test)]
+mod history;
 pub(crate) mod order;
 pub(crate) mod plan;
 pub(crate) mod sending;

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::delivery::order::{self, Ahead};
+use crate::delivery::order::{Ahead, claims};
 use crate::delivery::sending::End;
 use crate::delivery::verdict;
 use crate::openfga::size;
@@ -36,7 +36,8 @@ impl Row {
     }
 }
 
-/// What became of a row. Rows that a plan gives no outcome are given back untouched.
+/// What became of a row. Rows that a plan gives no outcome are given back untouched. One that is still to be delivered was
+/// overtaken where a later row that contradicts it was delivered, or will be without it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Outcome {
     /// OpenFGA accepted all of it. While an older request of it may still be on its way, a later row that contradicts it
@@ -44,14 +45,23 @@ pub(crate) enum Outcome {
     Delivered { doubtful: bool, note: Option<String> },
     /// OpenFGA accepted all of it, but a request that contradicts it may still be on its way: it is sent once more when
     /// that can't be any longer, and is delivered only then.
-    Confirm,
+    Confirm { overtaken: bool },
     /// To be tried again later, with why it failed and how often it has failed by now.
     Waiting { reason: String, attempts: i32, overtaken: bool },
-    /// To be tried again at once, but not as a new row: a request of it may be on its way, or it was overtaken by a later
-    /// row that contradicts it and is delivered.
+    /// To be tried again at once, but not as a new row: a request of it may be on its way, or it was overtaken.
     Again { overtaken: bool },
     /// Not to be tried again until something changes.
     Refused { reason: String },
+}
+
+impl Outcome {
+    /// Whether a row that is still to be delivered was overtaken by a later one that contradicts it.
+    pub(crate) fn is_overtaken(&self) -> bool {
+        match self {
+            Self::Confirm { overtaken } | Self::Waiting { overtaken, .. } | Self::Again { overtaken } => *overtaken,
+            Self::Delivered { .. } | Self::Refused { .. } => false,
+        }
+    }
 }
 
 /// What is made of outcomes when they are to be recorded. Rows that have failed `max_attempts` times are not tried again;
@@ -162,8 +172,6 @@ enum Status {
 struct Claim {
     slot: usize,
     to: State,
-    /// The row also deletes the key, so it is deleted before it is written.
-    anew: bool,
 }
 
 /// A key and what is known of it.
@@ -175,7 +183,7 @@ struct Slot {
     /// What the server is known to hold.
     stored: Option<State>,
     in_flight: bool,
-    /// What rows wanted of it, with their ids, that are delivered and of which a request may still be on its way.
+    /// What requests make of it that may still be on their way, with the ids of their rows.
     may_become: Vec<(i64, State)>,
 }
 
@@ -191,6 +199,9 @@ impl Plan {
                 Err(invalid) => (Vec::new(), Status::Refused(invalid.to_string())),
             };
             let Row { id, attempts, doubtful, note, .. } = row;
+            for claim in claims.iter().filter(|_| doubtful) {
+                plan.slots[claim.slot].may_become.push((id, claim.to.clone()));
+            }
             plan.rows.push(Planned { id, attempts, doubtful, note, claims, status, group: 0 });
         }
         plan
@@ -198,9 +209,11 @@ impl Plan {
 
     /// Takes into account that a request of these rows, which are delivered, may still be on its way.
     pub(crate) fn beware(&mut self, delivered: &[Ahead]) {
-        for (id, (key, to)) in delivered.iter().flat_map(|row| order::claims(&row.intent).map(|it| (row.id, it))) {
-            let slots = self.slots.iter_mut().filter(|slot| *slot.key == *key);
-            slots.for_each(|slot| slot.may_become.push((id, to.clone())));
+        for Ahead { id, intent, .. } in delivered {
+            for (key, to) in claims(intent) {
+                let slots = self.slots.iter_mut().filter(|slot| *slot.key == *key);
+                slots.for_each(|slot| slot.may_become.push((*id, to.clone())));
+            }
         }
     }
 
@@ -209,7 +222,7 @@ impl Plan {
         let mut claims: Vec<Claim> = Vec::with_capacity(writes.len() + deletes.len());
         for key in deletes {
             let slot = self.slot(key, slots);
-            claims.push(Claim { slot, to: State::Absent, anew: false });
+            claims.push(Claim { slot, to: State::Absent });
         }
         let deleted = claims.len();
         for tuple in writes {
@@ -217,8 +230,9 @@ impl Plan {
             let slot = self.slot(key, slots);
             let to = State::Present(condition);
             match claims[..deleted].iter_mut().find(|claim| claim.slot == slot) {
-                Some(claim) => *claim = Claim { slot, to, anew: true },
-                None => claims.push(Claim { slot, to, anew: false }),
+                // It ends written, and is deleted first where it has to be.
+                Some(claim) => claim.to = to,
+                None => claims.push(Claim { slot, to }),
             }
         }
         claims.sort_unstable_by(|a, b| self.slots[a.slot].key.cmp(&self.slots[b.slot].key));
@@ -327,7 +341,6 @@ impl Plan {
             match &slot.stored {
                 // OpenFGA takes a key once in a request, and never overwrites a condition.
                 Some(State::Present(_)) if claim.to != State::Absent => first.push(step(State::Absent)),
-                None if last.anew => first.push(step(State::Absent)),
                 _ => steps.push(step(claim.to.clone())),
             }
         }
@@ -424,10 +437,21 @@ impl Plan {
     fn read_back(&mut self, request: Request, stored: Vec<Option<State>>) {
         self.land(&request);
         for (step, state) in request.steps.iter().zip(stored) {
-            if state.is_some() {
-                self.slots[step.slot].stored = state;
+            let Some(state) = state else { continue };
+            if state != State::Absent {
+                self.suspect_replacement(step.slot);
             }
+            self.slots[step.slot].stored = Some(state);
         }
+    }
+
+    /// A row in doubt that writes what is there under another condition may have had it deleted when it was sent before.
+    fn suspect_replacement(&mut self, slot: usize) {
+        let slot = &mut self.slots[slot];
+        let may_become = slot.rows.iter().map(|(row, at)| (&self.rows[*row], *at)).filter_map(|(row, at)| {
+            (row.doubtful && row.claims[at].to != State::Absent).then_some((row.id, State::Absent))
+        });
+        slot.may_become.extend(may_become);
     }
 
     /// Takes a request back that had too many keys or bytes. A row whose single tuple is too large is refused.
@@ -463,7 +487,10 @@ impl Plan {
             self.rows[*row].doubtful |= request.lost;
         }
         for step in &request.steps {
-            self.slots[step.slot].in_flight = false;
+            let slot = &mut self.slots[step.slot];
+            slot.in_flight = false;
+            // Whichever row decides the key in the end.
+            slot.may_become.extend(request.lost.then(|| (i64::MIN, step.to.clone())));
         }
     }
 
@@ -492,7 +519,7 @@ impl Plan {
         match &row.status {
             Status::Refused(reason) => Some(Outcome::Refused { reason: reason.clone() }),
             _ if delivered[at] && row.claims.iter().any(|claim| self.is_in_doubt(at, claim, delivered)) => {
-                Some(Outcome::Confirm)
+                Some(Outcome::Confirm { overtaken: overtaken() })
             }
             _ if delivered[at] => Some(Outcome::Delivered { doubtful: row.doubtful, note: row.note.clone() }),
             Status::Waiting(reason) => {
@@ -512,16 +539,12 @@ impl Plan {
         later.any(|(later, at)| delivered[*later] && self.rows[*later].claims[*at].to != claim.to)
     }
 
-    /// Whether this claim of a delivered row may be undone by a request that outlived its sender: it decides its key, and
-    /// an earlier row wanted it otherwise of which a request may still be on its way.
+    /// Whether this claim of a delivered row may be undone by a request that is still on its way: of an earlier row that
+    /// wanted the key otherwise, or to delete what had to be replaced. What a later row overrules is that one's concern.
     fn is_in_doubt(&self, row: usize, claim: &Claim, delivered: &[bool]) -> bool {
         let slot = &self.slots[claim.slot];
-        let doubtful = slot.rows.iter().filter(|(earlier, _)| *earlier < row && self.rows[*earlier].doubtful);
-        let may_become = doubtful.map(|(earlier, at)| &self.rows[*earlier].claims[*at].to);
-        let id = self.rows[row].id;
-        let may_become = may_become.chain(slot.may_become.iter().filter(|(other, _)| *other < id).map(|(_, to)| to));
-        let decides = !slot.rows.iter().any(|(later, _)| *later > row && delivered[*later]);
-        decides && may_become.into_iter().any(|to| *to != claim.to)
+        let may_be_undone = slot.may_become.iter().any(|(id, to)| *id <= self.rows[row].id && *to != claim.to);
+        may_be_undone && !self.is_overtaken(row, claim, delivered)
     }
 
     /// Whether nothing is left to do for a row's claim: its key is as the claim wants it, or as a later row wants it that
@@ -611,6 +634,7 @@ impl Packing {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::delivery::order::Standing;
     use crate::delivery::verdict::Excess;
     use crate::tuple::Tuple;
 
@@ -662,7 +686,7 @@ mod tests {
         for (id, outcome) in plan.outcomes() {
             ends[id as usize] = match outcome {
                 Outcome::Delivered { .. } => 'd',
-                Outcome::Confirm => 'c',
+                Outcome::Confirm { .. } => 'c',
                 Outcome::Waiting { .. } => 'w',
                 Outcome::Again { .. } => 'a',
                 Outcome::Refused { .. } => 'r',
@@ -762,18 +786,26 @@ mod tests {
 
     #[test]
     fn what_is_known_of_a_key_outlives_reading_another_one() {
-        let mut plan = plan(&["-x +x +a"], Limits::default());
+        let mut plan = plan(&["+a +x"], Limits::default());
+        let other = || Some(State::Present(Some(Condition::new("in_office").unwrap())));
+        let request = plan.next_request().unwrap();
+        plan.read_back(request, vec![None, other()]);
         let request = plan.next_request().unwrap();
         assert_eq!(words(&request), "-x");
         plan.accepted(request);
         let request = plan.next_request().unwrap();
         assert_eq!(words(&request), "+a +x");
-        let other = State::Present(Some(Condition::new("in_office").unwrap()));
-        plan.read_back(request, vec![Some(other), None]);
+        plan.read_back(request, vec![other(), None]);
         let request = plan.next_request().unwrap();
         assert_eq!(words(&request), "-a", "and not -x again");
         plan.accepted(request);
         assert_eq!(words(&plan.next_request().unwrap()), "+a +x");
+    }
+
+    #[test]
+    fn a_key_that_a_row_deletes_and_writes_is_written() {
+        let mut plan = plan(&["-x +x"], Limits::default());
+        assert_eq!(words(&plan.next_request().unwrap()), "+x");
     }
 
     #[test]
@@ -846,11 +878,12 @@ mod tests {
     }
     /// The ends, after all is accepted, of rows of which some were sent before, and beside one delivered a moment ago.
     fn ends_with_doubt(rows: &[&str], doubtful: &[usize], just_delivered: Option<(i64, &str)>) -> String {
-        let mut plan = plan(rows, Limits::default());
-        doubtful.iter().for_each(|at| plan.rows[*at].doubtful = true);
+        let rows = rows.iter().enumerate();
+        let rows = rows.map(|(at, words)| Row { doubtful: doubtful.contains(&at), ..row(at as i64, words) });
+        let mut plan = Plan::new(rows.collect(), Limits::default());
         let just_delivered = just_delivered.map(|(id, words)| {
             let intent = row(id, words).intent.unwrap();
-            Ahead { id, intent, standing: order::Standing::Doubtful }
+            Ahead { id, intent, standing: Standing::Doubtful }
         });
         plan.beware(just_delivered.as_slice());
         while let Some(request) = plan.next_request() {
@@ -869,6 +902,19 @@ mod tests {
         assert_eq!(ends_with_doubt(&["-x"], &[], Some((-1, "+x"))), "c");
         assert_eq!(ends_with_doubt(&["-x"], &[], Some((1, "+x"))), "d");
         assert_eq!(ends_with_doubt(&["+x"], &[], Some((-1, "+x"))), "d");
+    }
+
+    #[test]
+    fn a_row_that_replaces_a_condition_is_in_doubt_while_its_own_delete_may_still_arrive() {
+        for doubtful in [false, true] {
+            let mut plan = Plan::new(vec![Row { doubtful, ..row(0, "+x") }], Limits::default());
+            let request = plan.next_request().unwrap();
+            plan.read_back(request, vec![Some(State::Present(Some(Condition::new("in_office").unwrap())))]);
+            while let Some(request) = plan.next_request() {
+                plan.accepted(request);
+            }
+            assert_eq!(ends(&plan), if doubtful { "c" } else { "d" });
+        }
     }
 
     #[test]

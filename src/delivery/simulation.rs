@@ -23,8 +23,8 @@ const FLOW: usize = 4;
 /// A server: what it is, and what it holds.
 #[derive(Debug, Clone)]
 pub(super) struct Server {
-    /// Whether the model that requests are made under has planets.
-    pub(super) has_planets: bool,
+    /// How many planets the model knows that requests are made under.
+    pub(super) planets: u32,
     /// Whether it knows `on_duplicate` and `on_missing`.
     ignores: bool,
     /// Whether it says which tuple it means.
@@ -63,7 +63,7 @@ impl Default for Server {
     /// One that is new, and empty.
     fn default() -> Self {
         Self {
-            has_planets: false,
+            planets: 0,
             ignores: true,
             names: true,
             minds_empty_contexts: false,
@@ -180,14 +180,17 @@ impl Server {
         self.in_model(key, to) && bytes_of(key, to) <= self.max_bytes
     }
 
-    /// The model knows documents, and every condition but one; even in a delete it knows a malformed user.
+    /// The model knows documents, some planets, and every condition but one; even in a delete it knows a malformed user.
     fn in_model(&self, key: &TupleKey, to: &State) -> bool {
         let user = !key.user().contains("malformed");
+        let object = match key.object().strip_prefix("planet:").map(str::parse::<u32>) {
+            Some(planet) => planet.is_ok_and(|planet| planet <= self.planets),
+            None => key.object().starts_with("document:"),
+        };
         match to {
             State::Absent => user,
             State::Present(condition) => {
-                user && (key.object().starts_with("document:") || self.has_planets)
-                    && condition.as_ref().is_none_or(|condition| condition.name() != "unknown")
+                user && object && condition.as_ref().is_none_or(|condition| condition.name() != "unknown")
             }
         }
     }
@@ -266,17 +269,9 @@ impl Run {
         run
     }
 
-    /// Delivers these rows as the Deliverer does, some of them for the second time.
-    fn deliver(
-        &mut self,
-        leased: &BTreeSet<usize>,
-        delivered: &BTreeSet<usize>,
-    ) -> Result<BTreeMap<usize, Outcome>, TestCaseError> {
-        let rows = leased.iter().map(|at| {
-            let intent = if delivered.contains(at) { folded(&self.rows[*at]) } else { self.rows[*at].clone() };
-            Row::new(*at as i64, Ok(intent))
-        });
-        let rows = rows.collect();
+    /// Delivers these rows as the Deliverer does.
+    fn deliver(&mut self, leased: &BTreeSet<usize>) -> Result<BTreeMap<usize, Outcome>, TestCaseError> {
+        let rows = leased.iter().map(|at| Row::new(*at as i64, Ok(self.rows[*at].clone()))).collect();
         let mut plan = Plan::new(rows, self.limits);
         let mut in_flight: Vec<Request> = Vec::new();
         let mut open = true;
@@ -389,11 +384,11 @@ impl Run {
             || bytes > self.server.max_bytes.min(self.limits.bytes)
     }
 
-    /// Whether something of this row may be done about a key of it before all is: the row is large, or the key is
+    /// Whether something of this row may be done about a key of it before all is: the row is large, or the key has to be
     /// deleted before it is written.
     fn may_begin_with(&self, row: usize, key: &TupleKey) -> bool {
         let others = self.wanted.iter().filter(|wanted| wanted.contains_key(key)).count() > 1;
-        let may_be_there = others || self.initial.contains(key) || deletes_and_writes(&self.rows[row], key);
+        let may_be_there = others || self.initial.contains(key);
         self.is_large(row) || self.wanted[row][key] != State::Absent && may_be_there
     }
 
@@ -437,16 +432,6 @@ fn wanted(intent: &Intent) -> Wanted {
     deletes.chain(writes).collect()
 }
 
-/// The same without the deletes that only make room for a write.
-fn folded(intent: &Intent) -> Intent {
-    let deletes = intent.deletes().iter().filter(|key| !deletes_and_writes(intent, key)).cloned().collect();
-    Intent::new(intent.writes().to_vec(), deletes).expect("what is written is still there")
-}
-
-fn deletes_and_writes(intent: &Intent, key: &TupleKey) -> bool {
-    intent.deletes().contains(key) && intent.writes().iter().any(|tuple| tuple.key() == key)
-}
-
 fn check(case: Case) -> Result<(), TestCaseError> {
     let before = case.server.store.clone();
     let leases = case.server.weather.len() + 2;
@@ -458,10 +443,10 @@ fn check(case: Case) -> Result<(), TestCaseError> {
         // A row that comes back is not alone: later rows that overrule it have their say.
         let leased: BTreeSet<usize> = undecided.union(&delivered.range(first..).copied().collect()).copied().collect();
         let faults = run.faults;
-        let outcomes = run.deliver(&leased, &delivered)?;
+        let outcomes = run.deliver(&leased)?;
         for at in leased {
             match outcomes.get(&at) {
-                Some(Outcome::Delivered { .. } | Outcome::Confirm) => {
+                Some(Outcome::Delivered { .. } | Outcome::Confirm { .. }) => {
                     undecided.remove(&at);
                     delivered.insert(at);
                 }

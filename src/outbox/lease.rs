@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use diesel::sql_types::{Array, BigInt, Bool, Double, Integer, Nullable, Text};
 use diesel::{QueryableByName, sql_query};
@@ -378,19 +379,16 @@ const DELIVERED: &str = "
 const CONFIRM: &str = "
     UPDATE fga_outbox SET next_attempt_at = clock_timestamp() + $2 * interval '1 second' WHERE id = ANY($1)";
 const NOTED: &str = "UPDATE fga_outbox SET last_error = $2 WHERE id = $1";
-/// A row that was overtaken looks at later rows as one does that was refused, only that no model refused it.
 const AGAIN: &str = "
-    UPDATE fga_outbox SET next_attempt_at = coalesce(next_attempt_at, clock_timestamp()),
-        refused_model_id = CASE WHEN id = ANY($2) THEN coalesce(refused_model_id, '') ELSE refused_model_id END
-    WHERE id = ANY($1) AND (next_attempt_at IS NULL OR id = ANY($2))";
+    UPDATE fga_outbox SET next_attempt_at = clock_timestamp() WHERE id = ANY($1) AND next_attempt_at IS NULL";
+/// A row that was overtaken looks at later rows as one does that was refused, only that no model refused it.
+const OVERTAKEN: &str = "
+    UPDATE fga_outbox SET refused_model_id = coalesce(refused_model_id, '') WHERE id = ANY($1)";
 const FAILED: &str = "
     UPDATE fga_outbox SET attempts = least(coalesce(attempts, 0), 2147483646) + 1, last_error = failed.reason,
         next_attempt_at = coalesce(clock_timestamp() + failed.seconds * interval '1 second', 'infinity'),
-        refused_model_id = CASE
-            WHEN failed.seconds IS NULL THEN $5
-            WHEN failed.overtaken THEN coalesce(refused_model_id, '')
-            ELSE refused_model_id END
-    FROM unnest($1, $2, $3, $4) AS failed (id, reason, seconds, overtaken) WHERE fga_outbox.id = failed.id";
+        refused_model_id = CASE WHEN failed.seconds IS NULL THEN $4 ELSE refused_model_id END
+    FROM unnest($1, $2, $3) AS failed (id, reason, seconds) WHERE fga_outbox.id = failed.id";
 
 /// Records outcomes, and for rows in doubt (`doubtful`) that have none, that they are: their locks will not tell any more.
 async fn record(
@@ -401,7 +399,12 @@ async fn record(
 ) -> Result<(), DatabaseError> {
     let (mut delivered, mut sent_before, mut notes) = (Vec::new(), Vec::new(), Vec::new());
     let (mut confirm, mut again, mut overtaken) = (Vec::new(), doubtful.clone(), Vec::new());
-    let mut failed = Failed::default();
+    let (mut ids, mut reasons, mut seconds) = (Vec::new(), Vec::new(), Vec::new());
+    let mut fails = |id: i64, reason: &str, wait: Option<Duration>| {
+        ids.push(id);
+        reasons.push(recordable(reason));
+        seconds.push(wait.map(|wait| wait.as_secs_f64()));
+    };
     for (id, outcome) in outcomes {
         again.remove(id);
         match outcome {
@@ -410,16 +413,14 @@ async fn record(
                 sent_before.extend(doubtful.then_some(*id));
                 notes.extend(note.as_ref().map(|note| (*id, note)));
             }
-            Outcome::Confirm => confirm.push(*id),
-            Outcome::Waiting { reason, attempts, overtaken } => {
-                failed.push(*id, reason, Some(backoff::of_row(attempts.unsigned_abs()).as_secs_f64()), *overtaken);
+            Outcome::Confirm { .. } => confirm.push(*id),
+            Outcome::Waiting { reason, attempts, .. } => {
+                fails(*id, reason, Some(backoff::of_row(attempts.unsigned_abs())));
             }
-            Outcome::Again { overtaken: was_overtaken } => {
-                again.insert(*id);
-                overtaken.extend(was_overtaken.then_some(*id));
-            }
-            Outcome::Refused { reason } => failed.push(*id, reason, None, false),
+            Outcome::Again { .. } => drop(again.insert(*id)),
+            Outcome::Refused { reason } => fails(*id, reason, None),
         }
+        overtaken.extend(outcome.is_overtaken().then_some(*id));
     }
     if !delivered.is_empty() {
         sql_query(DELIVERED)
@@ -440,41 +441,21 @@ async fn record(
             .await?;
     }
     if !again.is_empty() {
-        sql_query(AGAIN)
-            .bind::<Array<BigInt>, _>(again.into_iter().collect::<Vec<_>>())
-            .bind::<Array<BigInt>, _>(overtaken)
-            .execute(connection)
-            .await?;
+        sql_query(AGAIN).bind::<Array<BigInt>, _>(again.into_iter().collect::<Vec<_>>()).execute(connection).await?;
     }
-    if !failed.ids.is_empty() {
+    if !ids.is_empty() {
         sql_query(FAILED)
-            .bind::<Array<BigInt>, _>(failed.ids)
-            .bind::<Array<Text>, _>(failed.reasons)
-            .bind::<Array<Nullable<Double>>, _>(failed.seconds)
-            .bind::<Array<Bool>, _>(failed.overtaken)
+            .bind::<Array<BigInt>, _>(ids)
+            .bind::<Array<Text>, _>(reasons)
+            .bind::<Array<Nullable<Double>>, _>(seconds)
             .bind::<Text, _>(model)
             .execute(connection)
             .await?;
     }
-    Ok(())
-}
-
-/// Rows that failed, or were refused (without a time to try them again), column by column.
-#[derive(Default)]
-struct Failed {
-    ids: Vec<i64>,
-    reasons: Vec<String>,
-    seconds: Vec<Option<f64>>,
-    overtaken: Vec<bool>,
-}
-
-impl Failed {
-    fn push(&mut self, id: i64, reason: &str, seconds: Option<f64>, overtaken: bool) {
-        self.ids.push(id);
-        self.reasons.push(recordable(reason));
-        self.seconds.push(seconds);
-        self.overtaken.push(overtaken);
+    if !overtaken.is_empty() {
+        sql_query(OVERTAKEN).bind::<Array<BigInt>, _>(overtaken).execute(connection).await?;
     }
+    Ok(())
 }
 
 /// Postgres takes no U+0000 in text, and a message may hold one.
