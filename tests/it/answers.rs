@@ -15,7 +15,7 @@ use crate::bed::{Bed, viewer, write, write_in_office};
 use crate::support::{Cluster, Flavor, MODEL, Server, eventually, within_deadline};
 
 const UNTOUCHED: &str = "SELECT bool_and(attempts = 0 AND last_error IS NULL
-    AND (processed_at IS NOT NULL OR next_attempt_at IS NULL)) FROM fga_outbox";
+    AND (processed_at IS NOT NULL OR next_attempt_at IS NULL OR next_attempt_at <= now())) FROM fga_outbox";
 
 /// Something at OpenFGA's place that knows every store and model, holds nothing, and answers writes as it is told.
 struct Mocked {
