@@ -86,7 +86,7 @@ async fn fold(bed: &Bed) -> BTreeSet<String> {
 
 #[tokio::test]
 async fn processes_that_are_killed_again_and_again_leave_what_the_ledger_says() {
-    const ROWS: i32 = 10_000;
+    const ROWS: i32 = 50_000;
     const KEYS: i32 = 200;
     let bed = Bed::new(Flavor::Postgres).await;
     let seed = std::env::var("FGA_OUTBOX_TEST_SEED").ok().and_then(|seed| seed.parse().ok());
@@ -112,7 +112,7 @@ async fn processes_that_are_killed_again_and_again_leave_what_the_ledger_says() 
             client.execute(insert, &[&payloads]).await.unwrap();
             inserted += 500;
         }
-        if killed.elapsed() > Duration::from_millis(random.random_range(300..1_200)) {
+        if killed.elapsed() > Duration::from_millis(random.random_range(500..1_500)) {
             let victim = random.random_range(0..processes.len());
             processes[victim].kill().unwrap();
             processes[victim].wait().unwrap();
