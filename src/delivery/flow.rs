@@ -58,7 +58,7 @@ struct Shortest {
 impl Flow {
     pub(crate) fn new(now: Instant) -> Self {
         let shortest = [Shortest::default(); CLASSES];
-        Self { limit: FIRST, ratio: 1.0, shortest, probe_at: now + PROBE_INTERVAL, probes_left: PROBES, lowered: now }
+        Self { limit: FIRST, ratio: 1.0, shortest, probe_at: now + PROBE_INTERVAL, probes_left: 1, lowered: now }
     }
 
     /// How many requests may be in flight now: 1 or more.

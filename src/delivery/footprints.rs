@@ -6,7 +6,7 @@
 
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher as _;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
 use crate::delivery::order::claims;
 use crate::delivery::plan::State;
@@ -22,8 +22,8 @@ pub(crate) struct Footprints {
 #[derive(Debug, Clone)]
 struct Footprint {
     transaction: u32,
-    /// Sorted.
-    claims: Arc<Vec<Claim>>,
+    /// Sorted. They grow, and are still there for whoever saw this lease when it is no more.
+    claims: Arc<RwLock<Vec<Claim>>>,
 }
 
 /// The hash of a key, the row that wants something of it, and the hash of what.
@@ -36,7 +36,7 @@ pub(crate) struct Entry {
     transaction: u32,
 }
 
-/// The other leases at one moment.
+/// The leases besides one's own that were out at one moment.
 #[derive(Debug, Default)]
 pub(crate) struct Others {
     hasher: RandomState,
@@ -50,7 +50,7 @@ impl Footprints {
         transaction: u32,
         rows: impl Iterator<Item = (i64, &'a Intent)>,
     ) -> Entry {
-        let claims = Arc::new(hashed(&self.hasher, rows));
+        let claims = Arc::new(RwLock::new(hashed(&self.hasher, rows)));
         self.lock().push(Footprint { transaction, claims });
         Entry { footprints: self.clone(), transaction }
     }
@@ -68,15 +68,15 @@ impl Entry {
     /// Adds rows that are about to be locked, too.
     pub(crate) fn add<'a>(&self, rows: impl Iterator<Item = (i64, &'a Intent)>) {
         let added = hashed(&self.footprints.hasher, rows);
-        if let Some(own) = self.footprints.lock().iter_mut().find(|lease| lease.transaction == self.transaction) {
-            let mut claims = [&own.claims[..], &added].concat();
+        if let Some(own) = self.footprints.lock().iter().find(|lease| lease.transaction == self.transaction) {
+            let mut claims = own.claims.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+            claims.extend(added);
             claims.sort_unstable();
-            own.claims = Arc::new(claims);
         }
     }
 
-    /// The other leases. To be asked before the look at the table that passes over their rows: a lease that ends
-    /// meanwhile is still known then.
+    /// The other leases. To be asked before the look at the table that passes over their rows, and asked themselves after
+    /// it: then they know of all rows that it passed over, also where a lease has locked more of them meanwhile, or ended.
     pub(crate) fn others(&self) -> Others {
         let leases = self.footprints.lock();
         let leases = leases.iter().filter(|lease| lease.transaction != self.transaction).cloned().collect();
@@ -100,9 +100,10 @@ impl Others {
         !self.leases.is_empty()
             && hashed(&self.hasher, [(id, intent)].into_iter()).iter().any(|(key, _, to)| {
                 self.leases.iter().any(|lease| {
-                    let first = lease.claims.partition_point(|claim| claim.0 < *key);
-                    let same = lease.claims[first..].iter().take_while(|claim| claim.0 == *key);
-                    same.into_iter().any(|(_, other, wants)| *other < id && wants != to)
+                    let claims = lease.claims.read().unwrap_or_else(|poisoned| poisoned.into_inner());
+                    let first = claims.partition_point(|claim| claim.0 < *key);
+                    let mut same = claims[first..].iter().take_while(|claim| claim.0 == *key);
+                    same.any(|(_, other, wants)| *other < id && wants != to)
                 })
             })
     }
@@ -152,8 +153,9 @@ mod tests {
         first.add([(2, &in_office), (7, &delete("carl"))].into_iter());
         assert!(contradict(8, &write("anne")) && contradict(8, &write("carl")));
         let before = second.others();
+        first.add([(1, &delete("dora"))].into_iter());
         drop(first);
         assert!(!contradict(8, &delete("anne")));
-        assert!(before.contradict(8, &delete("anne")));
+        assert!(before.contradict(8, &delete("anne")) && before.contradict(8, &write("dora")));
     }
 }

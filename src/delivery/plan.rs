@@ -44,7 +44,8 @@ pub(crate) enum Outcome {
     /// is not safe.
     Delivered { doubtful: bool, note: Option<String> },
     /// OpenFGA accepted all of it, but a request that contradicts it may still be on its way: it is sent once more when
-    /// that can't be any longer, and is delivered only then.
+    /// that can't be any longer, and is delivered only then. Or OpenFGA refuses it, but an older request may still carry out
+    /// a part of it.
     Confirm { overtaken: bool },
     /// To be tried again later, with why it failed and how often it has failed by now.
     Waiting { reason: String, attempts: i32, overtaken: bool },
@@ -80,6 +81,9 @@ pub(crate) fn revise(outcomes: &mut [(i64, Outcome)], max_attempts: Option<u32>,
         }
     }
 }
+
+/// A request of fewer keys than this part of the most waits for others to be back that keep rows from going with it.
+const SMALL: usize = 4;
 
 /// How large a request may be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -150,6 +154,7 @@ struct Planned {
     id: i64,
     attempts: i32,
     doubtful: bool,
+    came_back: bool,
     note: Option<String>,
     /// One for each key, in the order of the keys.
     claims: Vec<Claim>,
@@ -198,11 +203,11 @@ impl Plan {
                 Ok(intent) => (plan.claims(intent, &mut slots), Status::Open),
                 Err(invalid) => (Vec::new(), Status::Refused(invalid.to_string())),
             };
-            let Row { id, attempts, doubtful, note, .. } = row;
+            let Row { id, attempts, doubtful, came_back, note, .. } = row;
             for claim in claims.iter().filter(|_| doubtful) {
                 plan.slots[claim.slot].may_become.push((id, claim.to.clone()));
             }
-            plan.rows.push(Planned { id, attempts, doubtful, note, claims, status, group: 0 });
+            plan.rows.push(Planned { id, attempts, doubtful, came_back, note, claims, status, group: 0 });
         }
         plan
     }
@@ -263,7 +268,9 @@ impl Plan {
                 break;
             }
         }
-        if packing.rows.is_empty() {
+        // What shares a key with a request in flight can go with this once that one is back, instead of in one more.
+        let is_small = packing.steps.len() * SMALL < self.limits.keys;
+        if packing.rows.is_empty() || is_small && packing.is_not_all {
             return None;
         }
         for at in &packing.rows {
@@ -287,7 +294,11 @@ impl Plan {
             return false;
         }
         let Steps { mut steps, last } = self.steps(row);
-        if steps.is_empty() || steps.iter().any(|step| self.slots[step.slot].in_flight) {
+        if steps.iter().any(|step| self.slots[step.slot].in_flight) {
+            packing.is_not_all = true;
+            return false;
+        }
+        if steps.is_empty() {
             return false;
         }
         // A later row that overrules a part of this one may still be refused: if it went after it, the part would
@@ -517,6 +528,11 @@ impl Plan {
         let row = &self.rows[at];
         let overtaken = || row.claims.iter().any(|claim| self.is_overtaken(at, claim, delivered));
         match &row.status {
+            // Some of it may have been sent along with a later row that overruled the rest: rows that contradict it have to
+            // see it until that can't arrive any longer.
+            Status::Refused(_) if row.doubtful && row.attempts == 0 && !row.came_back && row.claims.len() > 1 => {
+                Some(Outcome::Confirm { overtaken: true })
+            }
             Status::Refused(reason) => Some(Outcome::Refused { reason: reason.clone() }),
             _ if delivered[at] && row.claims.iter().any(|claim| self.is_in_doubt(at, claim, delivered)) => {
                 Some(Outcome::Confirm { overtaken: overtaken() })
@@ -604,6 +620,8 @@ struct Packing {
     rows: Vec<usize>,
     steps: Vec<Step>,
     bytes: usize,
+    /// Whether there are rows that share a key with a request in flight.
+    is_not_all: bool,
     /// For each slot, whether it is in.
     has: Vec<bool>,
     /// For each row that was looked at, whether all is in that it has to send.
@@ -617,6 +635,7 @@ impl Packing {
             rows: Vec::new(),
             steps: Vec::new(),
             bytes: 0,
+            is_not_all: false,
             has: vec![false; slots],
             tried: vec![None; rows],
         }

@@ -35,6 +35,8 @@ pub(crate) struct Lease {
     /// are locked with them.
     doubtful: HashSet<i64>,
     entry: Entry,
+    /// Rows that were locked with the others and for which there was no room, and whether they are new.
+    left_out: Vec<(Row, bool)>,
     /// The engine's room for one lease, free again when this is gone.
     room: OwnedSemaphorePermit,
 }
@@ -180,13 +182,17 @@ pub(crate) async fn claim(
     let untouched = claimed.iter().any(|row| row.untouched);
     let doubtful = doubtful(&claimed);
     let transaction = claimed[0].transaction as u32;
-    let fits: Vec<bool> = claimed.iter().map(|row| row.fits).collect();
-    let mut rows: Vec<Row> = claimed.into_iter().map(ClaimedRow::read).collect();
-    let locked = rows.iter().filter_map(|row| Some((row.id, row.intent.as_ref().ok()?)));
-    let entry = footprints.enter(transaction, locked);
-    let mut fits = fits.into_iter();
-    rows.retain(|_| fits.next().unwrap_or_default());
-    Ok(Claimed { lease: Some(Lease { connection, rows, doubtful, entry, room }), last_new, last, untouched, full })
+    let (mut rows, mut left_out) = (Vec::new(), Vec::new());
+    for row in claimed {
+        match (row.fits, row.new) {
+            (true, _) => rows.push(row.read()),
+            (false, new) => left_out.push((row.read(), new)),
+        }
+    }
+    let locked = rows.iter().chain(left_out.iter().map(|(row, _)| row));
+    let entry = footprints.enter(transaction, locked.filter_map(|row| Some((row.id, row.intent.as_ref().ok()?))));
+    let lease = Lease { connection, rows, doubtful, entry, left_out, room };
+    Ok(Claimed { lease: Some(lease), last_new, last, untouched, full })
 }
 
 fn doubtful(claimed: &[ClaimedRow]) -> HashSet<i64> {
@@ -342,7 +348,13 @@ impl Held for Lease {
             };
             Some(Ahead { id: row.id, intent: Intent::from_json(&row.payload).ok()?, standing })
         };
-        Ok(Some(Sight { rows: ahead.into_iter().filter_map(read).collect(), others }))
+        // The look passes over what this transaction has locked.
+        let left_out = self.left_out.iter().filter(|(left_out, _)| rows.iter().all(|row| row.id != left_out.id));
+        let left_out = left_out.filter_map(|(row, new)| {
+            let standing = if *new { Standing::New } else { Standing::Again };
+            Some(Ahead { id: row.id, intent: row.intent.clone().ok()?, standing })
+        });
+        Ok(Some(Sight { rows: ahead.into_iter().filter_map(read).chain(left_out).collect(), others }))
     }
 
     async fn take_along(&mut self, rows: &[&Ahead]) -> Result<Vec<Row>, DatabaseError> {
