@@ -4,11 +4,12 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use diesel::sql_types::{Array, BigInt, Bool, Double, Integer, Nullable, Text};
-use diesel::{QueryableByName, sql_query};
+use diesel::QueryableByName;
+use diesel::sql_types::{BigInt, Bool, Integer, Nullable, Text};
 use diesel_async::{AnsiTransactionManager, AsyncPgConnection, RunQueryDsl as _, TransactionManager as _};
 use tokio::sync::OwnedSemaphorePermit;
 
+use super::statement::{Bind, Statement};
 use super::{Connection, DatabaseError, Pool};
 use crate::delivery::backoff;
 use crate::delivery::footprints::{Entry, Footprints};
@@ -160,14 +161,12 @@ pub(crate) async fn claim(
     let mut connection = pool.get().await?;
     // Never a raw BEGIN: the pool would take the connection back with the transaction open.
     AnsiTransactionManager::begin_transaction(&mut *connection).await?;
-    let claimed: Vec<ClaimedRow> = sql_query(CLAIM)
-        .bind::<BigInt, _>(what.after)
-        .bind::<BigInt, _>(what.rows)
-        .bind::<BigInt, _>(MAX_LEASE_BYTES)
-        .bind::<BigInt, _>(MAX_PAYLOAD_BYTES)
-        .bind::<BigInt, _>(what.failed_after)
-        .load(&mut connection)
-        .await?;
+    let claimed: Vec<ClaimedRow> = Statement::new(
+        CLAIM,
+        [what.after, what.rows, MAX_LEASE_BYTES, MAX_PAYLOAD_BYTES, what.failed_after].map(Bind::Number),
+    )
+    .load(&mut connection)
+    .await?;
     if claimed.is_empty() {
         AnsiTransactionManager::rollback_transaction(&mut *connection).await?;
         return Ok(Claimed { lease: None, last_new: None, last: i64::MIN, untouched: false, full: false });
@@ -249,9 +248,9 @@ impl Lease {
 /// See [`AHEAD`].
 macro_rules! contradicts {
     () => {
-        "(NOT $4 OR payload ? 'deletes' OR payload @? '$.writes[*].condition') AND EXISTS (
+        "(NOT (SELECT plain FROM given) OR payload ? 'deletes' OR payload @? '$.writes[*].condition') AND EXISTS (
             SELECT FROM jsonb_path_query(payload, '$.*[*].object') AS object
-            WHERE object #>> '{}' IN (SELECT unnest($5)))"
+            WHERE object #>> '{}' IN (SELECT unnest(objects) FROM given))"
     };
 }
 
@@ -260,10 +259,11 @@ macro_rules! contradicts {
 /// lease: rows about one of its objects (`$5`), and where it only writes unconditionally (`$4`), as most do, rows with
 /// deletes or conditions.
 const AHEAD: &str = concat!(
-    "SELECT id, again, delivered, payload::text AS payload FROM (
+    "WITH given AS MATERIALIZED (SELECT $3::text[]::xid[] AS known, $4 AS plain, $5 AS objects)
+    SELECT id, again, delivered, payload::text AS payload FROM (
         (
             SELECT id, payload, false AS again, false AS delivered FROM fga_outbox
-            WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id >= $1 AND id < $2 AND xmax <> ALL($3::xid[])
+            WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id >= $1 AND id < $2 AND xmax <> ALL((SELECT known FROM given)::xid[])
                 AND ",
     contradicts!(),
     " LIMIT $6
@@ -272,7 +272,7 @@ const AHEAD: &str = concat!(
         SELECT id, payload, true, false FROM fga_outbox
         WHERE ",
     undelivered!(),
-    " AND next_attempt_at < 'infinity' AND xmax <> ALL($3::xid[]) AND ",
+    " AND next_attempt_at < 'infinity' AND xmax <> ALL((SELECT known FROM given)::xid[]) AND ",
     contradicts!(),
     " UNION ALL
         SELECT min(id), payload, false, true FROM fga_outbox
@@ -328,15 +328,19 @@ impl Held for Lease {
         let others = self.entry.others();
         let known = others.transactions().chain([self.entry.transaction()]).map(|it| it.to_string());
         let known: Vec<String> = known.collect();
-        let ahead: Vec<AheadRow> = sql_query(AHEAD)
-            .bind::<BigInt, _>(from)
-            .bind::<BigInt, _>(last)
-            .bind::<Array<Text>, _>(known)
-            .bind::<Bool, _>(plain)
-            .bind::<Array<Text>, _>(objects.into_iter().collect::<Vec<_>>())
-            .bind::<BigInt, _>(MOST_AHEAD as i64 + 1)
-            .load(&mut self.connection)
-            .await?;
+        let ahead: Vec<AheadRow> = Statement::new(
+            AHEAD,
+            [
+                Bind::Number(from),
+                Bind::Number(last),
+                Bind::Texts(known),
+                Bind::Bool(plain),
+                Bind::Texts(objects.into_iter().map(Into::into).collect()),
+                Bind::Number(MOST_AHEAD as i64 + 1),
+            ],
+        )
+        .load(&mut self.connection)
+        .await?;
         if ahead.iter().filter(|row| !row.again && !row.delivered).count() > MOST_AHEAD {
             return Ok(None);
         }
@@ -360,7 +364,7 @@ impl Held for Lease {
     async fn take_along(&mut self, rows: &[&Ahead]) -> Result<Vec<Row>, DatabaseError> {
         self.entry.add(rows.iter().map(|row| (row.id, &row.intent)));
         let ids: Vec<i64> = rows.iter().map(|row| row.id).collect();
-        let rows: Vec<ClaimedRow> = sql_query(ALONG).bind::<Array<BigInt>, _>(ids).load(&mut self.connection).await?;
+        let rows: Vec<ClaimedRow> = Statement::new(ALONG, [Bind::Numbers(ids)]).load(&mut self.connection).await?;
         self.doubtful.extend(doubtful(&rows));
         Ok(rows.into_iter().map(ClaimedRow::read).collect())
     }
@@ -370,12 +374,16 @@ impl Held for Lease {
         let Some(first) = back().map(|row| row.id).min() else { return Ok(Vec::new()) };
         let intents = back().filter_map(|row| row.intent.as_ref().ok());
         let objects: HashSet<&str> = intents.flat_map(Intent::keys).map(TupleKey::object).collect();
-        let later: Vec<AheadRow> = sql_query(LATER)
-            .bind::<BigInt, _>(first)
-            .bind::<Array<BigInt>, _>(rows.iter().map(|row| row.id).collect::<Vec<_>>())
-            .bind::<Array<Text>, _>(objects.into_iter().collect::<Vec<_>>())
-            .load(&mut self.connection)
-            .await?;
+        let later: Vec<AheadRow> = Statement::new(
+            LATER,
+            [
+                Bind::Number(first),
+                Bind::Numbers(rows.iter().map(|row| row.id).collect()),
+                Bind::Texts(objects.into_iter().map(Into::into).collect()),
+            ],
+        )
+        .load(&mut self.connection)
+        .await?;
         let read = |row: AheadRow| {
             Some(Later { id: row.id, intent: Intent::from_json(&row.payload).ok()?, delivered: row.delivered })
         };
@@ -434,38 +442,30 @@ async fn record(
         }
         overtaken.extend(outcome.is_overtaken().then_some(*id));
     }
+    let mut statements = Vec::new();
     if !delivered.is_empty() {
-        sql_query(DELIVERED)
-            .bind::<Array<BigInt>, _>(delivered)
-            .bind::<Array<BigInt>, _>(sent_before)
-            .bind::<Double, _>(OUTLIVES.as_secs_f64())
-            .execute(connection)
-            .await?;
+        let outlives = Bind::Seconds(OUTLIVES.as_secs_f64());
+        let binds = [Bind::Numbers(delivered), Bind::Numbers(sent_before), outlives];
+        statements.push(Statement::new(DELIVERED, binds));
     }
-    for (id, note) in notes {
-        sql_query(NOTED).bind::<BigInt, _>(id).bind::<Text, _>(recordable(note)).execute(connection).await?;
-    }
+    let notes = notes.into_iter().map(|(id, note)| [Bind::Number(id), Bind::Text(recordable(note))]);
+    statements.extend(notes.map(|binds| Statement::new(NOTED, binds)));
     if !confirm.is_empty() {
-        sql_query(CONFIRM)
-            .bind::<Array<BigInt>, _>(confirm)
-            .bind::<Double, _>(CONFIRMED_AFTER.as_secs_f64())
-            .execute(connection)
-            .await?;
+        let after = Bind::Seconds(CONFIRMED_AFTER.as_secs_f64());
+        statements.push(Statement::new(CONFIRM, [Bind::Numbers(confirm), after]));
     }
     if !again.is_empty() {
-        sql_query(AGAIN).bind::<Array<BigInt>, _>(again.into_iter().collect::<Vec<_>>()).execute(connection).await?;
+        statements.push(Statement::new(AGAIN, [Bind::Numbers(again.into_iter().collect())]));
     }
     if !ids.is_empty() {
-        sql_query(FAILED)
-            .bind::<Array<BigInt>, _>(ids)
-            .bind::<Array<Text>, _>(reasons)
-            .bind::<Array<Nullable<Double>>, _>(seconds)
-            .bind::<Text, _>(model)
-            .execute(connection)
-            .await?;
+        let binds = [Bind::Numbers(ids), Bind::Texts(reasons), Bind::Times(seconds), Bind::Text(model.to_owned())];
+        statements.push(Statement::new(FAILED, binds));
     }
     if !overtaken.is_empty() {
-        sql_query(OVERTAKEN).bind::<Array<BigInt>, _>(overtaken).execute(connection).await?;
+        statements.push(Statement::new(OVERTAKEN, [Bind::Numbers(overtaken)]));
+    }
+    for statement in statements {
+        statement.execute(connection).await?;
     }
     Ok(())
 }

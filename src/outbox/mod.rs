@@ -10,6 +10,7 @@ mod report;
 mod requeue;
 #[rustfmt::skip]
 mod schema;
+mod statement;
 
 use diesel::result::DatabaseErrorKind;
 

@@ -1,0 +1,81 @@
+//! Statements that Postgres plans once for each connection, and not each time as those of diesel's `sql_query`: for a
+//! lease of few rows, planning takes longer than all else.
+
+use diesel::expression::expression_types::Untyped;
+use diesel::pg::Pg;
+use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
+use diesel::result::QueryResult;
+use diesel::sql_types::{Array, BigInt, Bool, Double, Nullable, Text};
+
+/// SQL with `$1`, `$2` … for what is bound. One that stands in several places is sent for each.
+pub(crate) struct Statement {
+    sql: &'static str,
+    binds: Vec<Bind>,
+}
+
+/// A value of a statement.
+pub(crate) enum Bind {
+    Bool(bool),
+    Number(i64),
+    Seconds(f64),
+    Text(String),
+    Numbers(Vec<i64>),
+    Texts(Vec<String>),
+    Times(Vec<Option<f64>>),
+}
+
+impl Statement {
+    pub(crate) fn new<const N: usize>(sql: &'static str, binds: [Bind; N]) -> Self {
+        Self { sql, binds: binds.into() }
+    }
+}
+
+impl QueryFragment<Pg> for Statement {
+    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        // A dollar without a number belongs to a path within JSON.
+        let is_number = |sql: &str| sql.starts_with(|c: char| c.is_ascii_digit());
+        let mut pieces = self.sql.split('$');
+        out.push_sql(pieces.next().unwrap_or_default());
+        for piece in pieces {
+            let digits = piece.find(|c: char| !c.is_ascii_digit()).unwrap_or(piece.len());
+            match is_number(piece).then(|| piece[..digits].parse::<usize>()) {
+                Some(Ok(number @ 1..)) if number <= self.binds.len() => {
+                    self.binds[number - 1].push(&mut out)?;
+                    out.push_sql(&piece[digits..]);
+                }
+                _ => {
+                    out.push_sql("$");
+                    out.push_sql(piece);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Bind {
+    fn push<'b>(&'b self, out: &mut AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        match self {
+            Self::Bool(value) => out.push_bind_param::<Bool, _>(value),
+            Self::Number(value) => out.push_bind_param::<BigInt, _>(value),
+            Self::Seconds(value) => out.push_bind_param::<Double, _>(value),
+            Self::Text(value) => out.push_bind_param::<Text, _>(value),
+            Self::Numbers(values) => out.push_bind_param::<Array<BigInt>, _>(values),
+            Self::Texts(values) => out.push_bind_param::<Array<Text>, _>(values),
+            Self::Times(values) => out.push_bind_param::<Array<Nullable<Double>>, _>(values),
+        }
+    }
+}
+
+impl QueryId for Statement {
+    type QueryId = ();
+
+    // It is known by its SQL.
+    const HAS_STATIC_QUERY_ID: bool = false;
+}
+
+impl Query for Statement {
+    type SqlType = Untyped;
+}
+
+impl<C> diesel::query_dsl::RunQueryDsl<C> for Statement {}
