@@ -35,6 +35,25 @@ impl Workload {
         format!("jsonb_build_object('writes', jsonb_build_array({}))", self.writes())
     }
 
+    /// The tuples of so many rows, each once, as user, relation and object.
+    fn tuples(self, rows: u32) -> Vec<[String; 3]> {
+        let tuple = |user: String, relation: &str, object: String| [user, relation.to_owned(), object];
+        let of_row = |n: u32| match self {
+            Self::Single => vec![tuple(format!("user:{n}"), "viewer", format!("document:{n}"))],
+            Self::Archive => {
+                let job = format!("capture_job:{}", n / 100);
+                let own = tuple(job.clone(), "parent", format!("archive:{n}"));
+                let is_first = n == 1 || n.is_multiple_of(100);
+                is_first
+                    .then(|| tuple("organization:acme".to_owned(), "parent", job))
+                    .into_iter()
+                    .chain([own])
+                    .collect()
+            }
+        };
+        (1..=rows).flat_map(of_row).collect()
+    }
+
     /// Tuples that are left of a row where those that rows share are sent once.
     pub fn tuples_a_row(self) -> f64 {
         match self {
@@ -67,24 +86,22 @@ impl Target {
         format!("{}/stores/{}/{operation}", self.api_url, self.store_id)
     }
 
-    /// Sends the tuples of as many [`Workload::Single`] rows in requests of a hundred, with so many in flight, and does
-    /// nothing else: how fast the server is.
-    pub async fn send(&self, tuples: u32, in_flight: usize) -> Duration {
+    /// Sends the tuples of so many rows in requests of a hundred, with so many in flight, and does nothing else: how fast
+    /// the server is.
+    pub async fn send(&self, workload: Workload, rows: u32, in_flight: usize) -> Duration {
         let http = reqwest::Client::builder().no_proxy().build().expect("the settings are valid");
-        let body = |request: u32| {
+        let body = |tuples: &[[String; 3]]| {
             // In the order of their keys, as the engine sends them.
-            let mut keys: Vec<_> = (request * 100 + 1..=request * 100 + 100)
-                .map(|n| (format!("document:{n}"), format!("user:{n}")))
-                .collect();
+            let mut keys: Vec<_> = tuples.iter().map(|[user, relation, object]| (object, relation, user)).collect();
             keys.sort();
             let keys: Vec<_> = keys
                 .iter()
-                .map(|(object, user)| json!({"object": object, "relation": "viewer", "user": user}))
+                .map(|(object, relation, user)| json!({"object": object, "relation": relation, "user": user}))
                 .collect();
             let writes = json!({"tuple_keys": keys, "on_duplicate": "ignore"});
             json!({"authorization_model_id": self.model_id, "writes": writes}).to_string()
         };
-        let bodies: Vec<String> = (0..tuples / 100).map(body).collect();
+        let bodies: Vec<String> = workload.tuples(rows).chunks(100).map(body).collect();
         let url = self.url("write");
         let began = Instant::now();
         stream::iter(bodies)

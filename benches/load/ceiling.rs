@@ -28,7 +28,8 @@ pub async fn run(Args { rows, rounds }: Args) -> Vec<Table> {
     for (name, workload) in [("single-tuple rows", Workload::Single), ("archive rows", Workload::Archive)] {
         let (mut ceilings, mut engines) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
-            ceilings.push(rate(f64::from(rows), Target::openfga().await.send(rows, in_flight).await));
+            let tuples = f64::from(rows) * workload.tuples_a_row();
+            ceilings.push(rate(tuples, Target::openfga().await.send(workload, rows, in_flight).await));
             let bed = Bed::filled(&Target::openfga().await, workload, rows).await;
             engines.push(rate(f64::from(rows), bed.drain().await));
         }
@@ -37,9 +38,9 @@ pub async fn run(Args { rows, rounds }: Args) -> Vec<Table> {
     let (mut ceilings, mut engines) = (Vec::new(), Vec::new());
     for _ in 0..rounds {
         let store = Target::openfga().await;
-        store.send(rows, in_flight).await;
+        store.send(Workload::Single, rows, in_flight).await;
         let bed = Bed::filled(&store, Workload::Single, rows).await;
-        ceilings.push(rate(f64::from(rows), store.send(rows, in_flight).await));
+        ceilings.push(rate(f64::from(rows), store.send(Workload::Single, rows, in_flight).await));
         engines.push(rate(f64::from(rows), bed.drain().await));
     }
     report(&mut shares, "rows that are all there already", 1.0, &ceilings, &engines);
@@ -58,7 +59,8 @@ pub async fn best_in_flight(tuples: u32, rounds: u32) -> (Table, usize) {
     let mut rates = [const { Vec::new() }; TRIED.len()];
     for _ in 0..rounds {
         for (in_flight, rates) in zip(TRIED, &mut rates) {
-            rates.push(rate(f64::from(tuples), Target::openfga().await.send(tuples, in_flight).await));
+            rates
+                .push(rate(f64::from(tuples), Target::openfga().await.send(Workload::Single, tuples, in_flight).await));
         }
     }
     let mut table = Table::new("the ceiling: requests of 100 new tuples", ["in flight", "tuples/s"]);

@@ -12,7 +12,7 @@ use rand::{RngExt as _, SeedableRng as _};
 use serde_json::{Value, json};
 use tokio::sync::{Mutex, mpsc};
 
-use crate::bed::{Bed, Target, rate};
+use crate::bed::{Bed, Target, Workload, rate};
 use crate::ceiling::best_in_flight;
 use crate::proxy::{self, Answered, Micros, Proxy, now};
 use crate::support::{Database, eventually};
@@ -36,7 +36,7 @@ pub async fn run(Args { commits, seconds, writers }: Args) -> Vec<Table> {
     let (_, in_flight) = best_in_flight(4_000, 1).await;
     // Over as long a time as each of the runs: it is not as fast as in a short one.
     const TUPLES: u32 = 24_000;
-    let ceiling = rate(f64::from(TUPLES), Target::openfga().await.send(TUPLES, in_flight).await);
+    let ceiling = rate(f64::from(TUPLES), Target::openfga().await.send(Workload::Single, TUPLES, in_flight).await);
     let proxy = proxy::start(&Target::openfga().await);
     let title = format!(
         "milliseconds from the time when a commit was due, {writers} writers, ceiling {ceiling:.0} tuples/s; \

@@ -42,7 +42,7 @@ pub async fn run(Args { rows, rounds }: Args) -> Vec<Table> {
 async fn bed(workload: Workload, rows: u32, is_there: bool) -> Bed {
     let store = Target::openfga().await;
     if is_there {
-        store.send(rows.next_multiple_of(100), 4).await;
+        store.send(Workload::Single, rows, 4).await;
     }
     Bed::filled(&store, workload, rows).await
 }
