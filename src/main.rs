@@ -16,6 +16,7 @@ use fga_outbox::{
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::format::FmtSpan;
 
 /// Delivers the relationship tuples that applications commit to the table fga_outbox in Postgres to OpenFGA.
 #[derive(Parser)]
@@ -234,7 +235,9 @@ fn log_to_stderr(cli: &Cli) {
     // What the other commands have to say, they print.
     let default = if matches!(cli.command, Command::Run { .. }) { "info" } else { "warn" };
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
+    // Spans are traces: with RUST_LOG=fga_outbox=trace each tells at its end how long it took.
     let logs = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let logs = logs.with_span_events(FmtSpan::CLOSE);
     match cli.log_format {
         LogFormat::Text => logs.with_ansi(std::io::stderr().is_terminal()).init(),
         LogFormat::Json => logs.json().init(),

@@ -186,7 +186,8 @@ impl EngineBuilder {
         self
     }
 
-    /// How often an idle engine looks at the table without being nudged. 500 ms unless set.
+    /// How often an idle engine looks at the table although nothing has woken it: for rows whose time has come, and where
+    /// the doorbell is not heard. 500 ms unless set.
     pub fn poll_interval(mut self, interval: Duration) -> Self {
         self.settings.poll_interval = interval;
         self
@@ -266,6 +267,7 @@ impl EngineBuilder {
             rings: Default::default(),
             missed_rings: Default::default(),
             horizon: Default::default(),
+            lease_took: Default::default(),
             blocked: Default::default(),
             recorded: Notify::new(),
             sweeps_begun: Default::default(),

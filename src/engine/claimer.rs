@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use actix::{Actor, ActorContext as _, AsyncContext as _, Context, Handler, WrapFuture as _};
 use tokio::sync::OwnedSemaphorePermit;
+use tracing::{Instrument as _, trace_span};
 
 use super::deliverer::{Deliver, Deliverer};
 use super::gate::Mode;
@@ -17,6 +18,10 @@ use crate::outbox::{Bell, Claim, Claimed, DatabaseError, Horizon, Nap, claim, re
 /// The rows of a lease: few at first, more while the backlog fills them.
 const FEWEST_ROWS: i64 = 100;
 const MOST_ROWS: i64 = 1_000;
+
+/// Leases that take longer than this get smaller: what an engine holds is in the way of others, and they are not served
+/// any faster for it.
+const LONG_LEASE: Duration = Duration::from_millis(300);
 
 /// While the backlog is long, how often the cursor goes back to the beginning, for rows whose transactions committed
 /// later than those of higher ids.
@@ -187,7 +192,9 @@ impl Claiming {
             self.unless_stopped(self.probe()).await;
             return Ok(Step::Found);
         }
-        self.keep_house(Duration::from_secs(1)).await?;
+        // Not while somebody waits who has just rung.
+        let overdue = if self.rest.nap.is_some() { Duration::from_secs(1) } else { Duration::ZERO };
+        self.keep_house(overdue).await?;
         let Some(room) = self.unless_stopped(self.room(mode)).await else { return Ok(Step::Found) };
         // Meanwhile it may have changed.
         match shared.gate.mode() {
@@ -238,7 +245,12 @@ impl Claiming {
             return Ok(Step::Nothing);
         }
         let full = claimed.filter(|claimed| claimed.full);
-        self.rows = if full.is_some() { (self.rows * 2).min(MOST_ROWS) } else { FEWEST_ROWS };
+        let is_slow = self.shared.lease_took.load(Relaxed) > LONG_LEASE.as_millis() as u64;
+        self.rows = match (full.is_some(), is_slow) {
+            (true, false) => (self.rows * 2).min(MOST_ROWS),
+            (true, true) => (self.rows / 2).max(FEWEST_ROWS),
+            (false, _) => FEWEST_ROWS,
+        };
         self.cursor = full.and_then(|claimed| claimed.last_new.or(self.cursor));
         Ok(Step::Found)
     }
@@ -260,9 +272,8 @@ impl Claiming {
 
     /// Claims, and hands the lease over.
     async fn lease(&mut self, what: Claim, room: OwnedSemaphorePermit) -> Result<Option<Claimed>, DatabaseError> {
-        let claiming =
-            tokio::time::timeout(LONGEST_CLAIM, claim(&self.shared.pool, &self.shared.footprints, what, room));
-        let Ok(claimed) = claiming.await else {
+        let claiming = claim(&self.shared.pool, &self.shared.footprints, what, room).instrument(trace_span!("claim"));
+        let Ok(claimed) = tokio::time::timeout(LONGEST_CLAIM, claiming).await else {
             return Err(DatabaseError::Unreachable("no answer in time".to_owned()));
         };
         let mut claimed = claimed?;

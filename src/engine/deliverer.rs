@@ -20,6 +20,7 @@ use crate::outbox::Lease;
 use actix::{Actor, Context, Handler, Message, ResponseFuture};
 use futures_util::stream::FuturesUnordered;
 use futures_util::{StreamExt as _, TryStreamExt as _};
+use tracing::{Instrument as _, trace_span};
 
 /// How many requests may fail one after the other, while reading works, until writing as such is taken to be broken.
 const FAILURES_IN_A_ROW: u32 = 5;
@@ -64,7 +65,7 @@ impl Handler<Deliver> for Deliverer {
             let from = shared.settings.ordered.then(|| shared.horizon.load(Relaxed));
             let rows = lease.take_rows();
             let Ordered { rows, just_delivered, blocked, mut outcomes } =
-                match order::put_in_order(&mut lease, rows, from).await {
+                match order::put_in_order(&mut lease, rows, from).instrument(trace_span!("look ahead")).await {
                     Ok(ordered) => ordered,
                     Err(error) => return shared.database_fails(error),
                 };
@@ -126,8 +127,9 @@ async fn send(shared: &Shared, mut request: Request, permit: Permit) -> (Request
     let end = loop {
         shared.counters.requests.fetch_add(1, Relaxed);
         let sent = Instant::now();
-        let verdict = shared.client.write(&request).await;
-        permit.answered(answered(&verdict), request.steps.len(), sent);
+        let keys = request.steps.len();
+        let verdict = shared.client.write(&request).instrument(trace_span!("write", keys)).await;
+        permit.answered(answered(&verdict), keys, sent);
         if !matches!(verdict, Verdict::Moment { kind: Kind::Failure | Kind::Unforeseen, .. } | Verdict::Target(_)) {
             shared.failures_in_a_row.store(0, Relaxed);
             shared.gate.open();

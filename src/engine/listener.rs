@@ -67,6 +67,7 @@ async fn hear(shared: &Shared, heard: &mut bool) -> Result<(), DatabaseError> {
     shared.wake.notify_one();
     loop {
         listener.ring().await?;
+        tracing::trace!("the doorbell rings");
         shared.rings.fetch_add(1, Relaxed);
         shared.wake.notify_one();
     }

@@ -93,6 +93,8 @@ pub(crate) struct Shared {
     missed_rings: AtomicU64,
     /// From which id on undelivered rows may lie that are neither refused nor failed.
     horizon: AtomicI64,
+    /// How long the last lease was out, in milliseconds.
+    lease_took: AtomicU64,
     /// Rows were given back because they have to wait for rows that somebody else has.
     blocked: AtomicBool,
     /// A lease was recorded, so that what waited for it may go on.
@@ -270,8 +272,8 @@ impl Engine {
         EngineBuilder::default()
     }
 
-    /// Tells the engine that rows were committed, so that it need not wait for its next look at the table. Costs
-    /// nothing; forgetting it loses nothing.
+    /// Has the engine look at the table at once. A commit that inserts rows wakes it anyway; this is for where that does not
+    /// reach it, such as behind a pooler. Costs nothing; forgetting it loses nothing.
     pub fn nudge(&self) {
         self.shared.wake.notify_one();
     }

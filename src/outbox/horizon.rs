@@ -27,14 +27,25 @@ pub(crate) struct Horizon {
     /// What it was, and since when it has only been moved on.
     last: i64,
     since: Instant,
+    /// How long the last look from the beginning took.
+    took: Duration,
 }
 
-/// How often it is looked up from the beginning, for rows that somebody made ready by hand.
+/// How often it is looked up from the beginning, for rows that somebody made ready by hand; but it must not take more than
+/// this part of the time, where dead rows pile up that a forgotten snapshot keeps.
 const FROM_BEGINNING: Duration = Duration::from_secs(5);
+const PART: u32 = 100;
 
 impl Default for Horizon {
     fn default() -> Self {
-        Self { moments: VecDeque::new(), bound: i64::MIN, looked: None, last: i64::MIN, since: Instant::now() }
+        Self {
+            moments: VecDeque::new(),
+            bound: i64::MIN,
+            looked: None,
+            last: i64::MIN,
+            since: Instant::now(),
+            took: Duration::ZERO,
+        }
     }
 }
 
@@ -66,7 +77,8 @@ impl Horizon {
 
     /// Looks again, and gives the bound.
     pub(crate) async fn look(&mut self, connection: &mut AsyncPgConnection) -> Result<i64, DatabaseError> {
-        if self.since.elapsed() >= FROM_BEGINNING {
+        let from_beginning = self.since.elapsed() >= FROM_BEGINNING.max(self.took * PART);
+        if from_beginning {
             (self.last, self.since) = (i64::MIN, Instant::now());
         }
         let seen: Seen = sql_query(
@@ -80,6 +92,9 @@ impl Horizon {
         .get_result(connection)
         .await?;
         let now = Instant::now();
+        if from_beginning {
+            self.took = now - self.since;
+        }
         self.looked = Some(now);
         while let Some(moment) = self.moments.front() {
             if moment.next_transaction > seen.oldest_transaction || now - moment.at < SLACK {
