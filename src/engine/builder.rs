@@ -267,7 +267,6 @@ impl EngineBuilder {
             rings: Default::default(),
             missed_rings: Default::default(),
             horizon: Default::default(),
-            lease_took: Default::default(),
             blocked: Default::default(),
             recorded: Notify::new(),
             sweeps_begun: Default::default(),

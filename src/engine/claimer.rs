@@ -19,10 +19,6 @@ use crate::outbox::{Bell, Claim, Claimed, DatabaseError, Horizon, Nap, claim, re
 const FEWEST_ROWS: i64 = 100;
 const MOST_ROWS: i64 = 1_000;
 
-/// Leases that take longer than this get smaller: what an engine holds is in the way of others, and they are not served
-/// any faster for it.
-const LONG_LEASE: Duration = Duration::from_millis(300);
-
 /// While the backlog is long, how often the cursor goes back to the beginning, for rows whose transactions committed
 /// later than those of higher ids.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
@@ -245,12 +241,7 @@ impl Claiming {
             return Ok(Step::Nothing);
         }
         let full = claimed.filter(|claimed| claimed.full);
-        let is_slow = self.shared.lease_took.load(Relaxed) > LONG_LEASE.as_millis() as u64;
-        self.rows = match (full.is_some(), is_slow) {
-            (true, false) => (self.rows * 2).min(MOST_ROWS),
-            (true, true) => (self.rows / 2).max(FEWEST_ROWS),
-            (false, _) => FEWEST_ROWS,
-        };
+        self.rows = if full.is_some() { (self.rows * 2).min(MOST_ROWS) } else { FEWEST_ROWS };
         self.cursor = full.and_then(|claimed| claimed.last_new.or(self.cursor));
         Ok(Step::Found)
     }

@@ -44,13 +44,11 @@ impl Handler<Record> for Ledger {
         Box::pin(async move {
             let newer_model = shared.client.model().is_some_and(|now| now != model);
             revise(&mut outcomes, shared.settings.max_attempts, newer_model);
-            let began = lease.began();
             let record = trace_span!("record", rows = outcomes.len());
             match lease.commit(&outcomes, &model).instrument(record).await {
                 // Whoever waits for the room to be free finds the rows counted.
                 Ok(_room) => {
                     shared.database_answers();
-                    shared.lease_took.store(began.elapsed().as_millis() as u64, Relaxed);
                     shared.recorded.notify_waiters();
                     count(&shared, &outcomes);
                 }

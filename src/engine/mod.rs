@@ -93,8 +93,6 @@ pub(crate) struct Shared {
     missed_rings: AtomicU64,
     /// From which id on undelivered rows may lie that are neither refused nor failed.
     horizon: AtomicI64,
-    /// How long the last lease was out, in milliseconds.
-    lease_took: AtomicU64,
     /// Rows were given back because they have to wait for rows that somebody else has.
     blocked: AtomicBool,
     /// A lease was recorded, so that what waited for it may go on.

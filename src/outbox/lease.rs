@@ -3,7 +3,6 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
-use std::time::Instant;
 
 use diesel::QueryableByName;
 use diesel::sql_types::{BigInt, Bool, Integer, Nullable, Text};
@@ -39,7 +38,6 @@ pub(crate) struct Lease {
     entry: Entry,
     /// Rows that were locked with the others and for which there was no room, and whether they are new.
     left_out: Vec<(Row, bool)>,
-    began: Instant,
     /// The engine's room for one lease, free again when this is gone.
     room: OwnedSemaphorePermit,
 }
@@ -160,7 +158,6 @@ pub(crate) async fn claim(
     what: Claim,
     room: OwnedSemaphorePermit,
 ) -> Result<Claimed, DatabaseError> {
-    let began = Instant::now();
     let mut connection = pool.get().await?;
     // Never a raw BEGIN: the pool would take the connection back with the transaction open.
     AnsiTransactionManager::begin_transaction(&mut *connection).await?;
@@ -193,7 +190,7 @@ pub(crate) async fn claim(
     }
     let locked = rows.iter().chain(left_out.iter().map(|(row, _)| row));
     let entry = footprints.enter(transaction, locked.filter_map(|row| Some((row.id, row.intent.as_ref().ok()?))));
-    let lease = Lease { connection, rows, doubtful, entry, left_out, began, room };
+    let lease = Lease { connection, rows, doubtful, entry, left_out, room };
     Ok(Claimed { lease: Some(lease), last_new, last, untouched, full })
 }
 
@@ -216,11 +213,6 @@ impl ClaimedRow {
 }
 
 impl Lease {
-    /// When it was claimed.
-    pub(crate) fn began(&self) -> Instant {
-        self.began
-    }
-
     /// The rows, once.
     pub(crate) fn take_rows(&mut self) -> Vec<Row> {
         std::mem::take(&mut self.rows)
