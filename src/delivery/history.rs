@@ -497,7 +497,7 @@ impl Lease {
             }
             match outcome {
                 Outcome::Delivered { doubtful, .. } => line.next = doubtful.then_some(now + ms(OUTLIVES)),
-                Outcome::Confirm { .. } => line.next = Some(now + ms(CONFIRMED_AFTER)),
+                Outcome::Confirm { .. } | Outcome::Suspect => line.next = Some(now + ms(CONFIRMED_AFTER)),
                 Outcome::Waiting { attempts, .. } => {
                     line.attempts = *attempts;
                     line.next = Some(now + 1_000 * u64::from(attempts.unsigned_abs()));

@@ -44,9 +44,11 @@ pub(crate) enum Outcome {
     /// is not safe.
     Delivered { doubtful: bool, note: Option<String> },
     /// OpenFGA accepted all of it, but a request that contradicts it may still be on its way: it is sent once more when
-    /// that can't be any longer, and is delivered only then. Or OpenFGA refuses it, but an older request may still carry out
-    /// a part of it.
+    /// that can't be any longer, and is delivered only then.
     Confirm { overtaken: bool },
+    /// OpenFGA refuses it, but an older request may still carry out a part of it: until that can't be any longer, rows that
+    /// contradict it have to see it.
+    Suspect,
     /// To be tried again later, with why it failed and how often it has failed by now.
     Waiting { reason: String, attempts: i32, overtaken: bool },
     /// To be tried again at once, but not as a new row: a request of it may be on its way, or it was overtaken.
@@ -60,6 +62,7 @@ impl Outcome {
     pub(crate) fn is_overtaken(&self) -> bool {
         match self {
             Self::Confirm { overtaken } | Self::Waiting { overtaken, .. } | Self::Again { overtaken } => *overtaken,
+            Self::Suspect => true,
             Self::Delivered { .. } | Self::Refused { .. } => false,
         }
     }
@@ -531,7 +534,7 @@ impl Plan {
             // Some of it may have been sent along with a later row that overruled the rest: rows that contradict it have to
             // see it until that can't arrive any longer.
             Status::Refused(_) if row.doubtful && row.attempts == 0 && !row.came_back && row.claims.len() > 1 => {
-                Some(Outcome::Confirm { overtaken: true })
+                Some(Outcome::Suspect)
             }
             Status::Refused(reason) => Some(Outcome::Refused { reason: reason.clone() }),
             _ if delivered[at] && row.claims.iter().any(|claim| self.is_in_doubt(at, claim, delivered)) => {
@@ -706,6 +709,7 @@ mod tests {
             ends[id as usize] = match outcome {
                 Outcome::Delivered { .. } => 'd',
                 Outcome::Confirm { .. } => 'c',
+                Outcome::Suspect => 's',
                 Outcome::Waiting { .. } => 'w',
                 Outcome::Again { .. } => 'a',
                 Outcome::Refused { .. } => 'r',

@@ -450,6 +450,7 @@ fn check(case: Case) -> Result<(), TestCaseError> {
                     undecided.remove(&at);
                     delivered.insert(at);
                 }
+                Some(Outcome::Suspect) => prop_assert!(run.is_invalid(at), "row {} is valid", at),
                 Some(Outcome::Refused { reason }) => {
                     prop_assert!(run.is_invalid(at), "row {} is valid and was refused: {}", at, reason);
                     prop_assert!(undecided.remove(&at), "row {} was delivered before", at);

@@ -171,10 +171,10 @@ impl Claiming {
                 }
                 Ok(Step::Nothing) => {
                     if let Err(error) = self.rest().await {
-                        shared.database_fails(error);
+                        self.give_up_nap(error);
                     }
                 }
-                Err(error) => shared.database_fails(error),
+                Err(error) => self.give_up_nap(error),
             }
         }
     }
@@ -379,6 +379,12 @@ impl Claiming {
             () = self.shared.stopping.cancelled() => true,
             () = tokio::time::sleep(long) => false,
         }
+    }
+
+    /// Postgres can't be used, and so has let go of the bell, or will.
+    fn give_up_nap(&mut self, error: DatabaseError) {
+        self.rest.nap = None;
+        self.shared.database_fails(error);
     }
 
     /// From now on nobody needs to ring.

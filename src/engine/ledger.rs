@@ -64,7 +64,7 @@ fn count(shared: &Shared, outcomes: &[(i64, Outcome)]) {
     for (id, outcome) in outcomes {
         match outcome {
             Outcome::Delivered { .. } => delivered += 1,
-            Outcome::Confirm { .. } | Outcome::Again { .. } => {}
+            Outcome::Confirm { .. } | Outcome::Suspect | Outcome::Again { .. } => {}
             Outcome::Waiting { attempts, .. } => {
                 failed += 1;
                 tracing::debug!(id, attempts, "not delivered for now");

@@ -433,7 +433,7 @@ async fn record(
                 sent_before.extend(doubtful.then_some(*id));
                 notes.extend(note.as_ref().map(|note| (*id, note)));
             }
-            Outcome::Confirm { .. } => confirm.push(*id),
+            Outcome::Confirm { .. } | Outcome::Suspect => confirm.push(*id),
             Outcome::Waiting { reason, attempts, .. } => {
                 fails(*id, reason, Some(backoff::of_row(attempts.unsigned_abs())));
             }
