@@ -5,6 +5,8 @@ SET LOCAL lock_timeout = '500ms';
 
 CREATE OR REPLACE FUNCTION fga_outbox_ring() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
+    -- Before the statement draws its ids, so that engines know of the transaction before they can miss a row of it.
+    PERFORM pg_catalog.pg_current_xact_id();
     IF NOT pg_catalog.pg_try_advisory_xact_lock_shared(1179074895, TG_RELID::pg_catalog.int4) THEN
         PERFORM pg_catalog.pg_notify('fga_outbox', TG_RELID::pg_catalog.text);
     END IF;
@@ -13,4 +15,4 @@ END
 $$;
 
 DROP TRIGGER IF EXISTS fga_outbox_ring ON fga_outbox;
-CREATE TRIGGER fga_outbox_ring AFTER INSERT ON fga_outbox FOR EACH STATEMENT EXECUTE FUNCTION fga_outbox_ring();
+CREATE TRIGGER fga_outbox_ring BEFORE INSERT ON fga_outbox FOR EACH STATEMENT EXECUTE FUNCTION fga_outbox_ring();

@@ -182,7 +182,8 @@ impl EngineBuilder {
 
     /// How often to look for a new authorization model, unless one is chosen. 10 s unless set.
     pub fn model_interval(mut self, interval: Duration) -> Self {
-        self.settings.model_interval = interval;
+        // An instant can't be as far away as a duration may be long.
+        self.settings.model_interval = interval.min(Duration::from_secs(365 * 86_400));
         self
     }
 

@@ -37,6 +37,9 @@ const DELIVERER_PAUSE: Duration = Duration::from_millis(10);
 const STAYS_AWAKE: Duration = Duration::from_millis(20);
 const LOOKS: Duration = Duration::from_millis(2);
 
+/// How often an engine looks at least that relies on another one's nap.
+const LOOKS_BESIDE_OTHERS: Duration = Duration::from_millis(500);
+
 /// How often an engine looks that can't nap, because a transaction is open that will not ring.
 const LOOKS_WHILE_IN_USE: Duration = Duration::from_millis(10);
 
@@ -111,8 +114,8 @@ struct Rest {
     /// When there was something to do.
     busy: Instant,
     nap: Option<(Nap, Instant)>,
-    /// Whether the clock ended the last wait of a nap, and no ring.
-    by_clock: bool,
+    /// Where the clock ended the last wait of a nap, and no ring: the rings before that wait.
+    by_clock: Option<u64>,
     /// When a look by the clock found new rows, and the rings until then.
     unannounced: Option<(Instant, u64)>,
 }
@@ -140,7 +143,7 @@ impl Claiming {
             one_at_a_time: 0,
             models,
             horizon: Horizon::default(),
-            rest: Rest { busy: Instant::now(), nap: None, by_clock: false, unannounced: None },
+            rest: Rest { busy: Instant::now(), nap: None, by_clock: None, unannounced: None },
         }
     }
 
@@ -166,7 +169,7 @@ impl Claiming {
             match self.step().await {
                 Ok(Step::Found) => {
                     self.rest.busy = Instant::now();
-                    self.rest.by_clock = false;
+                    self.rest.by_clock = None;
                     self.wake_up().await;
                 }
                 Ok(Step::Nothing) => {
@@ -269,8 +272,10 @@ impl Claiming {
         };
         let mut claimed = claimed?;
         let Some(lease) = claimed.lease.take() else { return Ok(None) };
-        if self.rest.by_clock && claimed.untouched {
-            self.rest.unannounced.get_or_insert((Instant::now(), self.shared.rings.load(Relaxed)));
+        if let Some(rings) = self.rest.by_clock
+            && claimed.untouched
+        {
+            self.rest.unannounced.get_or_insert((Instant::now(), rings));
         }
         self.shared.counters.leases.fetch_add(1, Relaxed);
         self.one_at_a_time = self.one_at_a_time.saturating_sub(1);
@@ -352,7 +357,9 @@ impl Claiming {
         } else if let Some((_, since)) = &self.rest.nap {
             shared.step("falls asleep").await;
             let long = since.elapsed() > LONGEST_NAP;
-            self.rest.by_clock = !self.wait(poll.min(LONGEST_NAP)).await;
+            let rings = shared.rings.load(Relaxed);
+            let woken = self.wait(poll.min(LONGEST_NAP)).await;
+            self.rest.by_clock = (!woken && !long).then_some(rings);
             if long {
                 self.wake_up().await;
             }
@@ -362,9 +369,10 @@ impl Claiming {
                 Bell::Taken(nap) => {
                     shared.step("looks once more").await;
                     self.rest.nap = Some((nap, Instant::now()));
-                    self.rest.by_clock = false;
+                    self.rest.by_clock = None;
                 }
-                Bell::TakenByOther => drop(self.wait(poll).await),
+                // Where that one ends or wakes, nobody rings for this one.
+                Bell::TakenByOther => drop(self.wait(poll.min(LOOKS_BESIDE_OTHERS)).await),
                 Bell::InUse => drop(self.wait(LOOKS_WHILE_IN_USE.min(poll)).await),
             }
         }

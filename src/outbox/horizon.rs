@@ -10,7 +10,8 @@ use diesel_async::{AsyncPgConnection, RunQueryDsl as _};
 
 use super::DatabaseError;
 
-/// A row takes its id an instant before its transaction shows; this is far more than that.
+/// The trigger `fga_outbox_ring` makes a transaction known before it draws an id. Where it is not on, a row takes its id an
+/// instant before its transaction shows; this is far more than that.
 const SLACK: Duration = Duration::from_secs(1);
 
 /// How often it is looked up, which costs a pass over the refused rows.
