@@ -13,7 +13,8 @@
 //! A lease is an open transaction that holds its rows with `FOR UPDATE SKIP LOCKED`, as a value that moves from actor to
 //! actor: committing it needs the value, and dropping it, wherever and however that happens, gives the rows back. The
 //! **Claimer** leases rows, **Deliverers** turn a lease into requests and their answers into an outcome for each row,
-//! the **Ledger** records the outcomes in the lease's own transaction, and a keeper brings any of them back that dies.
+//! the **Ledger** records the outcomes in the lease's own transaction, the **Listener** hears commits while the Claimer
+//! sleeps, and a keeper brings any of them back that dies.
 //! Planning requests and judging answers are pure functions (`src/delivery`); all SQL is in `src/outbox`, all HTTP in
 //! `src/openfga`.
 #![warn(missing_docs, unreachable_pub)]

@@ -263,8 +263,8 @@ const AHEAD: &str = concat!(
     SELECT id, again, delivered, payload::text AS payload FROM (
         (
             SELECT id, payload, false AS again, false AS delivered FROM fga_outbox
-            WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id >= $1 AND id < $2 AND xmax <> ALL((SELECT known FROM given)::xid[])
-                AND ",
+            WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id >= $1 AND id < $2
+                AND xmax <> ALL((SELECT known FROM given)::xid[]) AND ",
     contradicts!(),
     " LIMIT $6
         )
@@ -324,7 +324,6 @@ impl Held for Lease {
         let plain = intents().all(|intent| {
             intent.deletes().is_empty() && intent.writes().iter().all(|tuple| tuple.condition().is_none())
         });
-        let objects: HashSet<&str> = intents().flat_map(Intent::keys).map(TupleKey::object).collect();
         let others = self.entry.others();
         let known = others.transactions().chain([self.entry.transaction()]).map(|it| it.to_string());
         let known: Vec<String> = known.collect();
@@ -335,7 +334,7 @@ impl Held for Lease {
                 Bind::Number(last),
                 Bind::Texts(known),
                 Bind::Bool(plain),
-                Bind::Texts(objects.into_iter().map(Into::into).collect()),
+                objects(intents()),
                 Bind::Number(MOST_AHEAD as i64 + 1),
             ],
         )
@@ -372,14 +371,12 @@ impl Held for Lease {
     async fn look_later(&mut self, rows: &[Row]) -> Result<Vec<Later>, DatabaseError> {
         let back = || rows.iter().filter(|row| row.came_back);
         let Some(first) = back().map(|row| row.id).min() else { return Ok(Vec::new()) };
-        let intents = back().filter_map(|row| row.intent.as_ref().ok());
-        let objects: HashSet<&str> = intents.flat_map(Intent::keys).map(TupleKey::object).collect();
         let later: Vec<AheadRow> = Statement::new(
             LATER,
             [
                 Bind::Number(first),
                 Bind::Numbers(rows.iter().map(|row| row.id).collect()),
-                Bind::Texts(objects.into_iter().map(Into::into).collect()),
+                objects(back().filter_map(|row| row.intent.as_ref().ok())),
             ],
         )
         .load(&mut self.connection)
@@ -389,6 +386,12 @@ impl Held for Lease {
         };
         Ok(later.into_iter().filter_map(read).collect())
     }
+}
+
+/// What these rows are about.
+fn objects<'a>(intents: impl Iterator<Item = &'a Intent>) -> Bind {
+    let objects: HashSet<&str> = intents.flat_map(Intent::keys).map(TupleKey::object).collect();
+    Bind::Texts(objects.into_iter().map(Into::into).collect())
 }
 
 /// `now()` is when the lease began: what is recorded happened later.

@@ -33,13 +33,12 @@ impl Statement {
 impl QueryFragment<Pg> for Statement {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
         // A dollar without a number belongs to a path within JSON.
-        let is_number = |sql: &str| sql.starts_with(|c: char| c.is_ascii_digit());
         let mut pieces = self.sql.split('$');
         out.push_sql(pieces.next().unwrap_or_default());
         for piece in pieces {
             let digits = piece.find(|c: char| !c.is_ascii_digit()).unwrap_or(piece.len());
-            match is_number(piece).then(|| piece[..digits].parse::<usize>()) {
-                Some(Ok(number @ 1..)) if number <= self.binds.len() => {
+            match piece[..digits].parse::<usize>() {
+                Ok(number @ 1..) if number <= self.binds.len() => {
                     self.binds[number - 1].push(&mut out)?;
                     out.push_sql(&piece[digits..]);
                 }
