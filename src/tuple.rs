@@ -374,13 +374,7 @@ impl Intent {
     /// # Errors
     /// [`InvalidIntent`] names the field, such as `writes[0].user`.
     pub fn from_json(payload: &str) -> Result<Self, InvalidIntent> {
-        let mut json = serde_json::Deserializer::from_str(payload);
-        let Object(raw): Object<RawPayload> = serde_path_to_error::deserialize(&mut json).map_err(|error| {
-            let path = error.path().to_string();
-            let field = if path == "." || path.is_empty() { "payload".to_owned() } else { path };
-            InvalidIntent::new(field, error.into_inner().to_string())
-        })?;
-        json.end().map_err(|error| InvalidIntent::new("payload", error.to_string()))?;
+        let Object(raw): Object<RawPayload> = serde_json::from_str(payload).or_else(|_| explain(payload))?;
         let writes = raw.writes.unwrap_or_default().into_iter().enumerate();
         let writes =
             writes.map(|(at, Object(raw))| raw.check().map_err(|error| error.within(&format!("writes[{at}]"))));
@@ -423,6 +417,9 @@ impl Intent {
 }
 
 fn check_repeats<'a>(list: &str, keys: impl Iterator<Item = &'a TupleKey>) -> Result<(), InvalidIntent> {
+    if keys.size_hint().1 == Some(1) {
+        return Ok(());
+    }
     let mut seen = HashMap::new();
     for (at, key) in keys.enumerate() {
         if let Some(first) = seen.insert(key, at) {
@@ -453,6 +450,18 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
 
         deserializer.deserialize_map(OnlyMap(PhantomData)).map(Object)
     }
+}
+
+/// Reads a payload once more that can't be read, now for the path of what is wrong with it.
+fn explain(payload: &str) -> Result<Object<RawPayload>, InvalidIntent> {
+    let mut json = serde_json::Deserializer::from_str(payload);
+    let raw = serde_path_to_error::deserialize(&mut json).map_err(|error| {
+        let path = error.path().to_string();
+        let field = if path == "." || path.is_empty() { "payload".to_owned() } else { path };
+        InvalidIntent::new(field, error.into_inner().to_string())
+    })?;
+    json.end().map_err(|error| InvalidIntent::new("payload", error.to_string()))?;
+    Ok(raw)
 }
 
 #[derive(Deserialize)]

@@ -4,6 +4,7 @@
 //! the rows of those that are known here. Keys and states are kept as hashes: where two are taken for the same by chance,
 //! a row waits that need not.
 
+use std::collections::HashSet;
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher as _;
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
@@ -39,7 +40,7 @@ pub(crate) struct Entry {
 /// The leases besides one's own that were out at one moment.
 #[derive(Debug, Default)]
 pub(crate) struct Others {
-    hasher: RandomState,
+    own: Option<Footprint>,
     leases: Vec<Footprint>,
 }
 
@@ -79,8 +80,9 @@ impl Entry {
     /// it: then they know of all rows that it passed over, also where a lease has locked more of them meanwhile, or ended.
     pub(crate) fn others(&self) -> Others {
         let leases = self.footprints.lock();
-        let leases = leases.iter().filter(|lease| lease.transaction != self.transaction).cloned().collect();
-        Others { hasher: self.footprints.hasher.clone(), leases }
+        let (own, leases) = leases.iter().cloned().partition(|lease| lease.transaction == self.transaction);
+        let own: Vec<Footprint> = own;
+        Others { own: own.into_iter().next(), leases }
     }
 }
 
@@ -95,17 +97,23 @@ impl Others {
         self.leases.iter().map(|lease| lease.transaction)
     }
 
-    /// Whether one of them has an earlier row that contradicts this one.
-    pub(crate) fn contradict(&self, id: i64, intent: &Intent) -> bool {
-        !self.leases.is_empty()
-            && hashed(&self.hasher, [(id, intent)].into_iter()).iter().any(|(key, _, to)| {
-                self.leases.iter().any(|lease| {
-                    let claims = lease.claims.read().unwrap_or_else(|poisoned| poisoned.into_inner());
-                    let first = claims.partition_point(|claim| claim.0 < *key);
-                    let mut same = claims[first..].iter().take_while(|claim| claim.0 == *key);
-                    same.any(|(_, other, wants)| *other < id && wants != to)
-                })
-            })
+    /// The rows of one's own lease that contradict an earlier one of the others.
+    pub(crate) fn contradicted(&self) -> HashSet<i64> {
+        let read = |lease: &Footprint| lease.claims.read().unwrap_or_else(|poisoned| poisoned.into_inner()).clone();
+        let mut contradicted = HashSet::new();
+        let own = self.own.as_ref().filter(|_| !self.leases.is_empty()).map(read).unwrap_or_default();
+        for lease in &self.leases {
+            let theirs = lease.claims.read().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let mut rest = theirs.iter().peekable();
+            for (key, id, wants) in &own {
+                while rest.next_if(|(other, ..)| other < key).is_some() {}
+                let mut same = rest.clone().take_while(|(other, ..)| other == key);
+                if same.any(|(_, earlier, to)| earlier < id && to != wants) {
+                    contradicted.insert(*id);
+                }
+            }
+        }
+        contradicted
     }
 }
 
@@ -142,20 +150,24 @@ mod tests {
 
         let footprints = Arc::<Footprints>::default();
         let first = footprints.enter(1, [(5, &write("anne")), (6, &write("bob"))].into_iter());
-        let second = footprints.enter(2, [(8, &delete("anne"))].into_iter());
+        let rows =
+            [(3, delete("anne")), (8, delete("anne")), (9, in_office), (10, write("anne")), (11, delete("carl"))];
+        let second = footprints.enter(2, rows.iter().map(|(id, intent)| (*id, intent)));
         assert_eq!(second.others().transactions().collect::<Vec<_>>(), [1]);
-        let contradict = |id, intent: &Intent| second.others().contradict(id, intent);
-        assert!(contradict(8, &delete("anne")) && contradict(8, &in_office));
-        assert!(!contradict(8, &write("anne")) && !contradict(8, &delete("carl")));
-        assert!(!contradict(3, &delete("anne")), "it is the earlier one");
-        assert!(!first.others().contradict(5, &write("anne")));
+        let contradicted = |others: &Others| {
+            let mut ids: Vec<_> = others.contradicted().into_iter().collect();
+            ids.sort_unstable();
+            ids
+        };
+        assert_eq!(contradicted(&second.others()), [8, 9]);
+        assert_eq!(contradicted(&first.others()), [5], "the earlier row is the other lease's");
 
-        first.add([(2, &in_office), (7, &delete("carl"))].into_iter());
-        assert!(contradict(8, &write("anne")) && contradict(8, &write("carl")));
+        first.add([(2, &write("carl")), (7, &delete("anne"))].into_iter());
+        assert_eq!(contradicted(&second.others()), [8, 9, 10, 11]);
         let before = second.others();
-        first.add([(1, &delete("dora"))].into_iter());
+        first.add([(1, &write("anne"))].into_iter());
         drop(first);
-        assert!(!contradict(8, &delete("anne")));
-        assert!(before.contradict(8, &delete("anne")) && before.contradict(8, &write("dora")));
+        assert_eq!(contradicted(&second.others()), [0; 0]);
+        assert_eq!(contradicted(&before), [3, 8, 9, 10, 11]);
     }
 }

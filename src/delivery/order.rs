@@ -119,9 +119,11 @@ async fn take_along<L: Held>(lease: &mut L, rows: &mut Vec<Row>, from: i64) -> R
     loop {
         rows.sort_unstable_by_key(|row| row.id);
         let Some(sight) = lease.look_ahead(rows, from).await? else { return Ok(None) };
-        let wanted = Wanted::by(rows.iter().filter_map(|row| Some((row.id, row.intent.as_ref().ok()?))));
-        let waiting = sight.rows.iter().filter(|ahead| ahead.standing == Standing::Again);
-        let along: Vec<&Ahead> = waiting.filter(|ahead| wanted.otherwise(&ahead.intent, |_| true)).collect();
+        let mut along: Vec<&Ahead> = sight.rows.iter().filter(|ahead| ahead.standing == Standing::Again).collect();
+        if !along.is_empty() {
+            let wanted = Wanted::by(rows.iter().filter_map(|row| Some((row.id, row.intent.as_ref().ok()?))));
+            along.retain(|ahead| wanted.otherwise(&ahead.intent, |_| true));
+        }
         let taken = if along.is_empty() { Vec::new() } else { lease.take_along(&along).await? };
         if taken.is_empty() {
             return Ok(Some(sight));
@@ -136,10 +138,10 @@ async fn take_along<L: Held>(lease: &mut L, rows: &mut Vec<Row>, from: i64) -> R
 /// engine's other leases; rows are in the order of their ids.
 fn blocked(rows: &[Row], ahead: &[Ahead], others: &Others, mut waits: HashSet<i64>) -> HashSet<i64> {
     let mut undecided = Wanted::by(ahead.iter().map(|ahead| (ahead.id, &ahead.intent)));
+    let contradicted = others.contradicted();
     for row in rows {
         let Ok(intent) = &row.intent else { continue };
-        if waits.contains(&row.id) || undecided.otherwise(intent, |id| id < row.id) || others.contradict(row.id, intent)
-        {
+        if waits.contains(&row.id) || contradicted.contains(&row.id) || undecided.otherwise(intent, |id| id < row.id) {
             waits.insert(row.id);
             undecided.add(row.id, intent);
         }

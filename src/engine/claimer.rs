@@ -244,7 +244,11 @@ impl Claiming {
             return Ok(Step::Nothing);
         }
         let full = claimed.filter(|claimed| claimed.full);
-        self.rows = if full.is_some() { (self.rows * 2).min(MOST_ROWS) } else { FEWEST_ROWS };
+        self.rows = match &full {
+            Some(Claimed { cut: Some(rows), .. }) => *rows,
+            Some(_) => (self.rows * 2).min(MOST_ROWS),
+            None => FEWEST_ROWS,
+        };
         self.cursor = full.and_then(|claimed| claimed.last_new.or(self.cursor));
         Ok(Step::Found)
     }

@@ -14,8 +14,8 @@ use super::DatabaseError;
 /// instant before its transaction shows; this is far more than that.
 const SLACK: Duration = Duration::from_secs(1);
 
-/// How often it is looked up, which costs a pass over the refused rows.
-const INTERVAL: Duration = Duration::from_secs(1);
+/// How often it is looked up. Looks ahead pass over what was delivered since.
+const INTERVAL: Duration = Duration::from_millis(100);
 
 /// Rows commit in another order than that of their ids. A row that is not yet to be seen has an id above the highest one
 /// at a time when its transaction had not begun; so once all transactions of a moment have ended, the highest id of

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use diesel::QueryableByName;
+use diesel::Queryable;
 use diesel::sql_types::{BigInt, Bool, Integer, Nullable, Text};
 use diesel_async::{AnsiTransactionManager, AsyncPgConnection, RunQueryDsl as _, TransactionManager as _};
 use tokio::sync::OwnedSemaphorePermit;
@@ -36,8 +36,6 @@ pub(crate) struct Lease {
     /// are locked with them.
     doubtful: HashSet<i64>,
     entry: Entry,
-    /// Rows that were locked with the others and for which there was no room, and whether they are new.
-    left_out: Vec<(Row, bool)>,
     /// The engine's room for one lease, free again when this is gone.
     room: OwnedSemaphorePermit,
 }
@@ -64,6 +62,8 @@ pub(crate) struct Claimed {
     pub(crate) untouched: bool,
     /// Whether there may be more of the same kind.
     pub(crate) full: bool,
+    /// To how many rows it was cut down, as more were too large for one lease.
+    pub(crate) cut: Option<i64>,
 }
 
 /// Whether a row may have been sent by somebody who did not live to record it: it was tried before, or its `locker`, who
@@ -92,106 +92,110 @@ macro_rules! undelivered {
 /// What is read of a row as it is locked.
 macro_rules! read_as_locked {
     () => {
-        "SELECT id, coalesce(attempts, 0) AS attempts, coalesce(payload::text, 'null') AS payload,
+        "SELECT id, coalesce(payload::text, 'null') AS payload, coalesce(attempts, 0) AS attempts,
             refused_model_id IS NOT NULL AS came_back,
             next_attempt_at IS NOT NULL OR coalesce(attempts, 0) > 0 AS tried, xmax AS locker FROM fga_outbox "
     };
 }
 
+/// The columns of a row that was locked.
+type Columns = (BigInt, Nullable<Text>, Nullable<Integer>, Integer, Bool, Bool, Bool, Bool, BigInt);
+
 /// New rows by their own index from `$1` on, retries that are due by theirs. What lies in the table beside them (rows
 /// delivered, waiting or refused) is not looked at, as long as `$1` is past it. `id + 0` keeps Postgres from looking for
-/// retries by their ids.
+/// retries by their ids. Where payloads come to more than `$3` bytes, their sizes are given in their place.
 const CLAIM: &str = concat!(
     "WITH due AS MATERIALIZED (",
     read_as_locked!(),
     "WHERE ",
     undelivered!(),
-    " AND next_attempt_at <= now() AND id + 0 > $5 ORDER BY next_attempt_at LIMIT ($2 + 1) / 2 FOR UPDATE SKIP LOCKED
-    ), new AS MATERIALIZED (",
+    " AND next_attempt_at <= now() AND id + 0 > $4 ORDER BY next_attempt_at LIMIT ($2 + 1) / 2 FOR UPDATE SKIP LOCKED
+    ), locked AS MATERIALIZED (
+        SELECT *, false AS new FROM due UNION ALL SELECT *, true FROM (",
     read_as_locked!(),
-    "WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id > $1 ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED
-    ), locked AS (
-        SELECT *, false AS new, octet_length(payload)::bigint AS bytes FROM due
-        UNION ALL SELECT *, true, octet_length(payload)::bigint FROM new
-    ), room AS (
-        SELECT *, sum(least(bytes, $4)::integer) OVER nth AS so_far, row_number() OVER nth AS nth FROM locked
-        WINDOW nth AS (ORDER BY id ROWS UNBOUNDED PRECEDING)
-    )
-    SELECT id, attempts, new, came_back, locker = '0'::xid AS untouched, bytes,
-        (SELECT pg_current_xact_id_if_assigned()::xid::text::bigint) AS transaction, ",
+    "WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id > $1 ORDER BY id
+            LIMIT $2 - (SELECT count(*) FROM due) FOR UPDATE SKIP LOCKED
+        ) AS new
+    ), size AS MATERIALIZED (SELECT sum(octet_length(payload)) <= $3 AS fits FROM locked)
+    SELECT id, CASE WHEN (SELECT fits FROM size) THEN payload END,
+        CASE WHEN (SELECT NOT fits FROM size) THEN octet_length(payload) END, attempts, came_back, ",
     doubtful!(),
-    " AS doubtful, nth <= $2 AND (so_far <= $3 OR nth = 1) AS fits, CASE WHEN bytes <= $4 THEN payload END AS payload
-    FROM room"
+    ", new, locker = '0'::xid, (SELECT pg_current_xact_id_if_assigned()::xid::text::bigint) FROM locked"
 );
 
-#[derive(QueryableByName)]
+#[derive(Queryable)]
 struct ClaimedRow {
-    #[diesel(sql_type = BigInt)]
     id: i64,
-    #[diesel(sql_type = Integer)]
-    attempts: i32,
-    #[diesel(sql_type = Bool)]
-    new: bool,
-    #[diesel(sql_type = Bool)]
-    came_back: bool,
-    /// Whether nobody has ever locked it.
-    #[diesel(sql_type = Bool)]
-    untouched: bool,
-    #[diesel(sql_type = Bool)]
-    doubtful: bool,
-    /// Whose lock it is.
-    #[diesel(sql_type = BigInt)]
-    transaction: i64,
-    /// Whether there is room for it in the lease.
-    #[diesel(sql_type = Bool)]
-    fits: bool,
-    #[diesel(sql_type = BigInt)]
-    bytes: i64,
-    #[diesel(sql_type = Nullable<Text>)]
     payload: Option<String>,
+    /// Of a payload that is not given.
+    bytes: Option<i32>,
+    attempts: i32,
+    came_back: bool,
+    doubtful: bool,
+    new: bool,
+    /// Whether nobody had ever locked it.
+    untouched: bool,
+    /// Whose lock it is.
+    transaction: i64,
 }
 
 /// Leases rows that may be delivered now and that nobody else holds. None where there are none.
 pub(crate) async fn claim(
     pool: &Pool,
     footprints: &Arc<Footprints>,
-    what: Claim,
+    mut what: Claim,
     room: OwnedSemaphorePermit,
 ) -> Result<Claimed, DatabaseError> {
     let mut connection = pool.get().await?;
-    // Never a raw BEGIN: the pool would take the connection back with the transaction open.
-    AnsiTransactionManager::begin_transaction(&mut *connection).await?;
-    let claimed: Vec<ClaimedRow> = Statement::new(
-        CLAIM,
-        [what.after, what.rows, MAX_LEASE_BYTES, MAX_PAYLOAD_BYTES, what.failed_after].map(Bind::Number),
-    )
-    .load(&mut connection)
-    .await?;
+    let mut cut = None;
+    let claimed = loop {
+        // Never a raw BEGIN: the pool would take the connection back with the transaction open.
+        AnsiTransactionManager::begin_transaction(&mut *connection).await?;
+        let most_bytes = if what.rows == 1 { MAX_PAYLOAD_BYTES } else { MAX_LEASE_BYTES };
+        let binds = [what.after, what.rows, most_bytes, what.failed_after].map(Bind::Number);
+        let claimed: Vec<ClaimedRow> = Statement::<Columns>::new(CLAIM, binds).load(&mut connection).await?;
+        if what.rows == 1 || claimed.iter().all(|row| row.payload.is_some()) {
+            break claimed;
+        }
+        // They are too large to be held in memory all at once: as many as are not.
+        what.rows = fitting(&claimed);
+        cut = Some(what.rows);
+        give_back(&mut connection, doubtful(&claimed).is_empty()).await?;
+    };
     if claimed.is_empty() {
         AnsiTransactionManager::rollback_transaction(&mut *connection).await?;
-        return Ok(Claimed { lease: None, last_new: None, last: i64::MIN, untouched: false, full: false });
+        return Ok(Claimed { lease: None, last_new: None, last: i64::MIN, untouched: false, full: false, cut });
     }
-    let fitting = || claimed.iter().filter(|row| row.fits);
-    let last_new = fitting().filter(|row| row.new).map(|row| row.id).max();
-    let new = fitting().filter(|row| row.new).count() as i64;
-    let bytes: i64 = fitting().map(|row| row.bytes).sum();
-    // Rows left out for their size count, too.
-    let full = new >= what.rows || bytes >= MAX_LEASE_BYTES / 2 || claimed.len() as i64 > new;
-    let last = fitting().map(|row| row.id).max().unwrap_or(i64::MIN);
+    let new = || claimed.iter().filter(|row| row.new);
+    let last_new = new().map(|row| row.id).max();
+    let full = claimed.len() as i64 >= what.rows || new().count() < claimed.len();
+    let last = claimed.iter().map(|row| row.id).max().unwrap_or(i64::MIN);
     let untouched = claimed.iter().any(|row| row.untouched);
     let doubtful = doubtful(&claimed);
     let transaction = claimed[0].transaction as u32;
-    let (mut rows, mut left_out) = (Vec::new(), Vec::new());
-    for row in claimed {
-        match (row.fits, row.new) {
-            (true, _) => rows.push(row.read()),
-            (false, new) => left_out.push((row.read(), new)),
-        }
+    let rows: Vec<Row> = claimed.into_iter().map(ClaimedRow::read).collect();
+    let entry = footprints.enter(transaction, rows.iter().filter_map(|row| Some((row.id, row.intent.as_ref().ok()?))));
+    let lease = Lease { connection, rows, doubtful, entry, room };
+    Ok(Claimed { lease: Some(lease), last_new, last, untouched, full, cut })
+}
+
+/// How many of these rows have room in one lease; one at least.
+fn fitting(rows: &[ClaimedRow]) -> i64 {
+    let sizes = rows.iter().scan(0, |sum, row| {
+        *sum += i64::from(row.bytes.unwrap_or_default());
+        Some(*sum)
+    });
+    sizes.take_while(|sum| *sum <= MAX_LEASE_BYTES).count().max(1) as i64
+}
+
+/// Ends the transaction of a lease of which nothing was sent, so that its rows are in no more doubt than before: what
+/// their locks tell of doubt is only kept where the transaction is undone.
+async fn give_back(connection: &mut AsyncPgConnection, without_doubt: bool) -> Result<(), DatabaseError> {
+    match without_doubt {
+        true => AnsiTransactionManager::commit_transaction(connection).await?,
+        false => AnsiTransactionManager::rollback_transaction(connection).await?,
     }
-    let locked = rows.iter().chain(left_out.iter().map(|(row, _)| row));
-    let entry = footprints.enter(transaction, locked.filter_map(|row| Some((row.id, row.intent.as_ref().ok()?))));
-    let lease = Lease { connection, rows, doubtful, entry, left_out, room };
-    Ok(Claimed { lease: Some(lease), last_new, last, untouched, full })
+    Ok(())
 }
 
 fn doubtful(claimed: &[ClaimedRow]) -> HashSet<i64> {
@@ -204,7 +208,10 @@ impl ClaimedRow {
             Some(payload) => Intent::from_json(payload),
             None => Err(InvalidIntent {
                 field: "payload".to_owned(),
-                problem: format!("has {} bytes, more than the {MAX_PAYLOAD_BYTES} that are sent", self.bytes),
+                problem: format!(
+                    "has {} bytes, more than the {MAX_PAYLOAD_BYTES} that are sent",
+                    self.bytes.unwrap_or_default()
+                ),
             }),
         };
         let Self { id, attempts, came_back, doubtful, .. } = self;
@@ -236,11 +243,7 @@ impl Lease {
     /// Gives all rows back untouched, at once, and the room: rows of which nothing was sent, so that they are in no more
     /// doubt than before. Dropping a lease gives its rows back, too, at the cost of the connection and in doubt.
     pub(crate) async fn give_back(mut self) -> Result<OwnedSemaphorePermit, DatabaseError> {
-        let connection = &mut *self.connection;
-        match self.doubtful.is_empty() {
-            true => AnsiTransactionManager::commit_transaction(connection).await?,
-            false => AnsiTransactionManager::rollback_transaction(connection).await?,
-        }
+        give_back(&mut self.connection, self.doubtful.is_empty()).await?;
         Ok(self.room)
     }
 }
@@ -286,26 +289,23 @@ const AHEAD: &str = concat!(
 /// is the first.
 const MOST_AHEAD: usize = 2_000;
 
-#[derive(QueryableByName)]
+#[derive(Queryable)]
 struct AheadRow {
-    #[diesel(sql_type = BigInt)]
     id: i64,
-    #[diesel(sql_type = Bool)]
     again: bool,
-    #[diesel(sql_type = Bool)]
     delivered: bool,
-    #[diesel(sql_type = Text)]
     payload: String,
 }
+
+type AheadColumns = (BigInt, Bool, Bool, Text);
 
 const ALONG: &str = concat!(
     "WITH locked AS MATERIALIZED (",
     read_as_locked!(),
     "WHERE id = ANY($1) AND processed_at IS NULL ORDER BY id FOR UPDATE SKIP LOCKED)
-    SELECT id, attempts, false AS new, came_back, false AS untouched, octet_length(payload)::bigint AS bytes,
-        0::bigint AS transaction, ",
+    SELECT id, payload, NULL::integer, attempts, came_back, ",
     doubtful!(),
-    " AS doubtful, true AS fits, payload FROM locked"
+    ", false, false, 0::bigint FROM locked"
 );
 
 /// Whatever is later than `$1`, and not refused itself: no index helps, but rows come back seldom.
@@ -327,7 +327,7 @@ impl Held for Lease {
         let others = self.entry.others();
         let known = others.transactions().chain([self.entry.transaction()]).map(|it| it.to_string());
         let known: Vec<String> = known.collect();
-        let ahead: Vec<AheadRow> = Statement::new(
+        let ahead: Vec<AheadRow> = Statement::<AheadColumns>::new(
             AHEAD,
             [
                 Bind::Number(from),
@@ -351,19 +351,14 @@ impl Held for Lease {
             };
             Some(Ahead { id: row.id, intent: Intent::from_json(&row.payload).ok()?, standing })
         };
-        // The look passes over what this transaction has locked.
-        let left_out = self.left_out.iter().filter(|(left_out, _)| rows.iter().all(|row| row.id != left_out.id));
-        let left_out = left_out.filter_map(|(row, new)| {
-            let standing = if *new { Standing::New } else { Standing::Again };
-            Some(Ahead { id: row.id, intent: row.intent.clone().ok()?, standing })
-        });
-        Ok(Some(Sight { rows: ahead.into_iter().filter_map(read).chain(left_out).collect(), others }))
+        Ok(Some(Sight { rows: ahead.into_iter().filter_map(read).collect(), others }))
     }
 
     async fn take_along(&mut self, rows: &[&Ahead]) -> Result<Vec<Row>, DatabaseError> {
         self.entry.add(rows.iter().map(|row| (row.id, &row.intent)));
         let ids: Vec<i64> = rows.iter().map(|row| row.id).collect();
-        let rows: Vec<ClaimedRow> = Statement::new(ALONG, [Bind::Numbers(ids)]).load(&mut self.connection).await?;
+        let rows: Vec<ClaimedRow> =
+            Statement::<Columns>::new(ALONG, [Bind::Numbers(ids)]).load(&mut self.connection).await?;
         self.doubtful.extend(doubtful(&rows));
         Ok(rows.into_iter().map(ClaimedRow::read).collect())
     }
@@ -371,7 +366,7 @@ impl Held for Lease {
     async fn look_later(&mut self, rows: &[Row]) -> Result<Vec<Later>, DatabaseError> {
         let back = || rows.iter().filter(|row| row.came_back);
         let Some(first) = back().map(|row| row.id).min() else { return Ok(Vec::new()) };
-        let later: Vec<AheadRow> = Statement::new(
+        let later: Vec<AheadRow> = Statement::<AheadColumns>::new(
             LATER,
             [
                 Bind::Number(first),
@@ -445,7 +440,7 @@ async fn record(
         }
         overtaken.extend(outcome.is_overtaken().then_some(*id));
     }
-    let mut statements = Vec::new();
+    let mut statements: Vec<Statement> = Vec::new();
     if !delivered.is_empty() {
         let outlives = Bind::Seconds(OUTLIVES.as_secs_f64());
         let binds = [Bind::Numbers(delivered), Bind::Numbers(sent_before), outlives];

@@ -1,16 +1,19 @@
 //! Statements that Postgres plans once for each connection, and not each time as those of diesel's `sql_query`: for a
 //! lease of few rows, planning takes longer than all else.
 
-use diesel::expression::expression_types::Untyped;
+use std::marker::PhantomData;
+
 use diesel::pg::Pg;
 use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
 use diesel::result::QueryResult;
 use diesel::sql_types::{Array, BigInt, Bool, Double, Nullable, Text};
 
-/// SQL with `$1`, `$2` … for what is bound. One that stands in several places is sent for each.
-pub(crate) struct Statement {
+/// SQL with `$1`, `$2` … for what is bound. One that stands in several places is sent for each. Its rows, where it gives
+/// some, have columns of these SQL types.
+pub(crate) struct Statement<Columns = ()> {
     sql: &'static str,
     binds: Vec<Bind>,
+    columns: PhantomData<fn() -> Columns>,
 }
 
 /// A value of a statement.
@@ -24,13 +27,13 @@ pub(crate) enum Bind {
     Times(Vec<Option<f64>>),
 }
 
-impl Statement {
+impl<Columns> Statement<Columns> {
     pub(crate) fn new<const N: usize>(sql: &'static str, binds: [Bind; N]) -> Self {
-        Self { sql, binds: binds.into() }
+        Self { sql, binds: binds.into(), columns: PhantomData }
     }
 }
 
-impl QueryFragment<Pg> for Statement {
+impl<Columns> QueryFragment<Pg> for Statement<Columns> {
     fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
         // A dollar without a number belongs to a path within JSON.
         let mut pieces = self.sql.split('$');
@@ -66,15 +69,15 @@ impl Bind {
     }
 }
 
-impl QueryId for Statement {
+impl<Columns> QueryId for Statement<Columns> {
     type QueryId = ();
 
     // It is known by its SQL.
     const HAS_STATIC_QUERY_ID: bool = false;
 }
 
-impl Query for Statement {
-    type SqlType = Untyped;
+impl<Columns> Query for Statement<Columns> {
+    type SqlType = Columns;
 }
 
-impl<C> diesel::query_dsl::RunQueryDsl<C> for Statement {}
+impl<Columns, C> diesel::query_dsl::RunQueryDsl<C> for Statement<Columns> {}
