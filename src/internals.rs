@@ -91,7 +91,7 @@ impl Claims {
     /// Claims up to so many rows whose ids are higher than this one, if there are any.
     pub async fn claim(&self, after: i64, rows: i64) -> Result<Option<Held>, DatabaseError> {
         let room = self.room.clone().acquire_owned().await.expect("never closed");
-        let what = Claim { after, failed_after: i64::MIN, rows };
+        let what = Claim { after, failed_after: i64::MIN, touched_until: i64::MAX, rows };
         let claimed = outbox::claim(&self.pool, &self.footprints, what, room).await?;
         Ok(claimed.lease.map(|mut lease| Held { rows: Rows(lease.take_rows()), lease }))
     }

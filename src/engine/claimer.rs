@@ -90,6 +90,8 @@ struct Claiming {
     rows: i64,
     /// The highest `id` claimed since the last sweep; nothing, and a claim is a sweep.
     cursor: Option<i64>,
+    /// Where the cursor was when the last sweep began: rows that were given back are looked for up to there.
+    touched_until: i64,
     swept: Instant,
     /// The row that was last sent to find out about the target.
     tried: Option<i64>,
@@ -136,7 +138,8 @@ impl Claiming {
             deliverers,
             leases: 0,
             rows: FEWEST_ROWS,
-            cursor: None,
+            cursor: Some(i64::MIN),
+            touched_until: i64::MIN,
             swept: Instant::now(),
             tried: None,
             blocked: backoff::between_restarts(),
@@ -225,20 +228,21 @@ impl Claiming {
 
     /// Claims rows behind the cursor, or from the beginning: a sweep.
     async fn claim(&mut self, room: OwnedSemaphorePermit) -> Result<Step, DatabaseError> {
-        if self.swept.elapsed() >= SWEEP_INTERVAL || self.shared.blocked.load(Relaxed) {
-            self.cursor = None;
-        }
         let mut sweep = None;
-        if self.cursor.is_none() {
+        if self.cursor.is_none() || self.swept.elapsed() >= SWEEP_INTERVAL || self.shared.blocked.load(Relaxed) {
+            self.touched_until = self.cursor.take().unwrap_or(i64::MAX);
             self.pause_if_blocked().await;
             self.swept = Instant::now();
             sweep = Some(self.shared.sweeps_begun.fetch_add(1, Relaxed) + 1);
         }
         // A sweep begins before the first row that may be new. What was made new by hand before that is found by the
         // horizon's next look from the very beginning.
-        let after = self.cursor.unwrap_or_else(|| self.shared.horizon.load(Relaxed).saturating_sub(1));
-        let claimed = self.lease(Claim { after, failed_after: i64::MIN, rows: self.rows }, room).await?;
-        if let (None, Some(number)) = (&claimed, sweep) {
+        let begin = self.shared.horizon.load(Relaxed).saturating_sub(1);
+        let after = self.cursor.unwrap_or(begin).max(begin);
+        let touched_until = self.touched_until;
+        let what = Claim { after, failed_after: i64::MIN, touched_until, rows: self.rows };
+        let claimed = self.lease(what, room).await?;
+        if let (None, Some(number), i64::MAX) = (&claimed, sweep, touched_until) {
             self.shared.database_answers();
             self.shared.swept_in_vain.send_replace(number);
             return Ok(Step::Nothing);
@@ -256,7 +260,7 @@ impl Claiming {
     /// Claims the next row after the one that was tried last, so that no row can keep the target's gate from opening.
     async fn claim_one(&mut self, room: OwnedSemaphorePermit) -> Result<Step, DatabaseError> {
         let after = self.tried.unwrap_or(i64::MIN);
-        match self.lease(Claim { after, failed_after: after, rows: 1 }, room).await? {
+        match self.lease(Claim { after, failed_after: after, touched_until: i64::MAX, rows: 1 }, room).await? {
             Some(claimed) => self.tried = Some(claimed.last),
             None if self.tried.is_some() => {
                 self.tried = None;

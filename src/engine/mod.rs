@@ -30,7 +30,7 @@ use crate::delivery::footprints::Footprints;
 use crate::delivery::plan::Limits;
 use crate::delivery::verdict::Fault;
 use crate::openfga::Client;
-use crate::outbox::{DatabaseError, DatabaseUrl, Left, Pool, last_id, left};
+use crate::outbox::{DatabaseError, DatabaseUrl, Left, Pool, is_any_ready, last_id, left};
 
 /// Leases that may be out at once: one is delivered while the next is claimed and the last is recorded.
 const ROOM: u32 = 4;
@@ -312,6 +312,7 @@ impl Engine {
             tokio::time::sleep(Duration::from_millis(100)).await;
         };
         let mut held: Option<(i64, Instant)> = None;
+        let mut pause = Duration::from_millis(20);
         loop {
             self.sweep_in_vain(until).await?;
             let left = match self.left(until).await {
@@ -334,7 +335,9 @@ impl Engine {
                     held: left.ready,
                 });
             }
-            tokio::time::sleep(Duration::from_millis(20)).await;
+            // Somebody else has them; to count them is not for nothing.
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(Duration::from_millis(500));
         }
     }
 
@@ -362,7 +365,7 @@ impl Engine {
             }
             // Under a steady stream of new rows no sweep is ever in vain.
             if looked.elapsed() > Duration::from_secs(1) {
-                if self.left(until).await.is_ok_and(|left| left.ready == 0) {
+                if self.is_any_ready(until).await.is_ok_and(|any| !any) {
                     return Ok(());
                 }
                 looked = Instant::now();
@@ -398,6 +401,10 @@ impl Engine {
 
     async fn left(&self, until: i64) -> Result<Left, DatabaseError> {
         left(&mut *self.shared.pool.get().await?, until).await
+    }
+
+    async fn is_any_ready(&self, until: i64) -> Result<bool, DatabaseError> {
+        is_any_ready(&mut *self.shared.pool.get().await?, self.shared.horizon.load(Relaxed), until).await
     }
 
     async fn last_id(&self) -> Result<i64, DatabaseError> {

@@ -272,7 +272,7 @@ impl bb8::ErrorSink<PoolError> for Failures {
 /// lease, instead of the first rows of an index, because it knows of no backlog yet: it finds out minutes later.
 const SESSION: &str = "
     SET idle_in_transaction_session_timeout = '180s';
-    SET enable_bitmapscan = off; SET enable_seqscan = off; SET enable_sort = off; SET jit = off;
+    SET enable_seqscan = off; SET enable_sort = off; SET jit = off; SET plan_cache_mode = force_generic_plan;
     SELECT set_config(name, '1s', false) FROM pg_settings WHERE name = 'client_connection_check_interval'";
 
 fn invalid(problem: impl Into<String>) -> DatabaseError {

@@ -47,6 +47,9 @@ pub(crate) struct Claim {
     pub(crate) after: i64,
     /// Only failed rows with a higher `id`.
     pub(crate) failed_after: i64,
+    /// Only new rows up to this `id` that somebody has locked before. Where several engines deliver a backlog, the rows
+    /// ahead that are locked are the others'.
+    pub(crate) touched_until: i64,
     /// How many rows at most.
     pub(crate) rows: i64,
 }
@@ -68,15 +71,17 @@ pub(crate) struct Claimed {
 
 /// Whether a row may have been sent by somebody who did not live to record it: it was tried before, or its `locker`, who
 /// locked it last, did not commit. That is what Postgres leaves in `xmax`, 32 bits of a transaction: the one of this
-/// number that is nearest to the next transaction. Where it is so old that its end is forgotten, no request of it is on
-/// its way. To be asked once the row is locked: before, the locker may not have ended.
+/// number that is nearest to the next transaction; where that is still to come, the number is that of several lockers.
+/// Where it is so old that its end is forgotten, no request of it is on its way. To be asked once the row is locked:
+/// before, the locker may not have ended.
 macro_rules! doubtful {
     () => {
         "(tried OR CASE WHEN locker = '0'::xid THEN false ELSE (
-            SELECT coalesce(pg_xact_status(greatest(
-                next + ((locker::text::bigint - next + 2147483648) & 4294967295) - 2147483648, 0
-            )::text::xid8) <> 'committed', false)
-            FROM (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint) AS transaction (next)
+            SELECT CASE WHEN it >= next THEN true
+                ELSE coalesce(pg_xact_status(greatest(it, 0)::text::xid8) <> 'committed', false) END
+            FROM (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint) AS transaction (next),
+                LATERAL (SELECT next + ((locker::text::bigint - next + 2147483648) & 4294967295) - 2147483648)
+                    AS nearest (it)
         ) END)"
     };
 }
@@ -86,6 +91,14 @@ macro_rules! doubtful {
 macro_rules! undelivered {
     () => {
         "(processed_at IS NULL)::integer = 1"
+    };
+}
+
+/// Whether nobody holds the lock that somebody took on a row, as far as can be seen without trying to lock it, which takes
+/// ten times as long.
+macro_rules! free {
+    () => {
+        "xmax <> ALL(ARRAY(SELECT it::xid FROM pg_snapshot_xip(pg_current_snapshot()) AS it))"
     };
 }
 
@@ -101,7 +114,7 @@ macro_rules! read_as_locked {
 /// The columns of a row that was locked.
 type Columns = (BigInt, Nullable<Text>, Nullable<Integer>, Integer, Bool, Bool, Bool, Bool, BigInt);
 
-/// New rows by their own index from `$1` on, retries that are due by theirs. What lies in the table beside them (rows
+/// New rows by their own index from `$1` on, those that somebody has locked before only up to `$5`; retries that are due by theirs. What lies in the table beside them (rows
 /// delivered, waiting or refused) is not looked at, as long as `$1` is past it. `id + 0` keeps Postgres from looking for
 /// retries by their ids. Where payloads come to more than `$3` bytes, their sizes are given in their place.
 const CLAIM: &str = concat!(
@@ -109,11 +122,15 @@ const CLAIM: &str = concat!(
     read_as_locked!(),
     "WHERE ",
     undelivered!(),
-    " AND next_attempt_at <= now() AND id + 0 > $4 ORDER BY next_attempt_at LIMIT ($2 + 1) / 2 FOR UPDATE SKIP LOCKED
+    " AND next_attempt_at <= now() AND id + 0 > $4 AND (xmax = '0'::xid OR ",
+    free!(),
+    ") ORDER BY next_attempt_at LIMIT ($2 + 1) / 2 FOR UPDATE SKIP LOCKED
     ), locked AS MATERIALIZED (
         SELECT *, false AS new FROM due UNION ALL SELECT *, true FROM (",
     read_as_locked!(),
-    "WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id > $1 ORDER BY id
+    "WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id > $1 AND (xmax = '0'::xid OR id <= $5 AND ",
+    free!(),
+    ") ORDER BY id
             LIMIT $2 - (SELECT count(*) FROM due) FOR UPDATE SKIP LOCKED
         ) AS new
     ), size AS MATERIALIZED (SELECT sum(octet_length(payload)) <= $3 AS fits FROM locked)
@@ -152,7 +169,7 @@ pub(crate) async fn claim(
         // Never a raw BEGIN: the pool would take the connection back with the transaction open.
         AnsiTransactionManager::begin_transaction(&mut *connection).await?;
         let most_bytes = if what.rows == 1 { MAX_PAYLOAD_BYTES } else { MAX_LEASE_BYTES };
-        let binds = [what.after, what.rows, most_bytes, what.failed_after].map(Bind::Number);
+        let binds = [what.after, what.rows, most_bytes, what.failed_after, what.touched_until].map(Bind::Number);
         let claimed: Vec<ClaimedRow> = Statement::<Columns>::new(CLAIM, binds).load(&mut connection).await?;
         if what.rows == 1 || claimed.iter().all(|row| row.payload.is_some()) {
             break claimed;
@@ -248,42 +265,71 @@ impl Lease {
     }
 }
 
-/// See [`AHEAD`].
-macro_rules! contradicts {
+/// Whether a row can overrule a mere write: one with deletes or conditions.
+macro_rules! overrules {
     () => {
-        "(NOT (SELECT plain FROM given) OR payload ? 'deletes' OR payload @? '$.writes[*].condition') AND EXISTS (
-            SELECT FROM jsonb_path_query(payload, '$.*[*].object') AS object
-            WHERE object #>> '{}' IN (SELECT unnest(objects) FROM given))"
+        "(payload ? 'deletes' OR payload @? '$.writes[*].condition')"
     };
 }
 
-/// New rows from `$1` to `$2`, and those that were tried before, unless one of the transactions `$3` has them; refused
-/// ones lie in neither's way. Besides, delivered ones that are still in doubt. Of these, those that can contradict a
-/// lease: rows about one of its objects (`$5`), and where it only writes unconditionally (`$4`), as most do, rows with
-/// deletes or conditions.
-const AHEAD: &str = concat!(
-    "WITH given AS MATERIALIZED (SELECT $3::text[]::xid[] AS known, $4 AS plain, $5 AS objects)
-    SELECT id, again, delivered, payload::text AS payload FROM (
-        (
-            SELECT id, payload, false AS again, false AS delivered FROM fga_outbox
-            WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id >= $1 AND id < $2
-                AND xmax <> ALL((SELECT known FROM given)::xid[]) AND ",
-    contradicts!(),
-    " LIMIT $6
+/// Whether a row has one of the keys of a lease.
+macro_rules! shares_a_key {
+    () => {
+        "EXISTS (SELECT FROM jsonb_path_query(payload, '$.*[*]') AS tuple
+            WHERE (tuple ->> 'user') || ' ' || (tuple ->> 'relation') || ' ' || (tuple ->> 'object')
+                IN (SELECT unnest(keys) FROM given))"
+    };
+}
+
+/// The rows that can contradict a lease: those of these that have one of its keys (`$4`). New ones from `$1` to `$2`, and
+/// those that were tried before, unless one of the transactions `$3` has them; refused ones lie in neither's way. Besides,
+/// delivered ones that are still in doubt. Those that were tried before are found by their keys, in
+/// `fga_outbox_waiting_keys_idx`, whose predicate is in the words that are used here; where there are none, as mostly, it
+/// is not asked.
+macro_rules! ahead {
+    ($pending:expr, $which:expr) => {
+        concat!(
+            "WITH given AS MATERIALIZED (SELECT $3::text[]::xid[] AS known, $4 AS keys)
+            SELECT id, again, delivered, payload::text AS payload FROM (
+                (
+                    SELECT id, payload, false AS again, false AS delivered FROM fga_outbox
+                    WHERE ",
+            $pending,
+            " AND next_attempt_at IS NULL AND id >= $1 AND id < $2
+                        AND CASE WHEN xmax = ANY((SELECT known FROM given)::xid[]) THEN false ELSE ",
+            shares_a_key!(),
+            " END AND ",
+            $which,
+            " ORDER BY id LIMIT $5
+                )
+                UNION ALL
+                SELECT id, payload, true, false FROM fga_outbox
+                WHERE (
+                        SELECT EXISTS (SELECT FROM fga_outbox WHERE ",
+            undelivered!(),
+            " AND next_attempt_at < 'infinity' AND xmax <> ALL((SELECT known FROM given)::xid[]))
+                    )
+                    AND (processed_at IS NOT NULL)::integer = 0 AND next_attempt_at < 'infinity'
+                    AND fga_outbox_keys(payload)
+                        && (SELECT array_agg(hashtextextended(key, 0)) FROM given, unnest(keys) AS key)
+                    AND xmax <> ALL((SELECT known FROM given)::xid[]) AND ",
+            $which,
+            " UNION ALL
+                SELECT min(id), payload, false, true FROM fga_outbox
+                WHERE processed_at IS NOT NULL AND next_attempt_at > now() AND ",
+            shares_a_key!(),
+            " AND ",
+            $which,
+            " GROUP BY payload
+            ) AS ahead"
         )
-        UNION ALL
-        SELECT id, payload, true, false FROM fga_outbox
-        WHERE ",
-    undelivered!(),
-    " AND next_attempt_at < 'infinity' AND xmax <> ALL((SELECT known FROM given)::xid[]) AND ",
-    contradicts!(),
-    " UNION ALL
-        SELECT min(id), payload, false, true FROM fga_outbox
-        WHERE processed_at IS NOT NULL AND next_attempt_at > now() AND ",
-    contradicts!(),
-    " GROUP BY payload
-    ) AS ahead"
-);
+    };
+}
+
+/// Ahead of a lease that only writes, and without conditions, as most do: found in `fga_outbox_overruling_idx`.
+const AHEAD_OF_WRITES: &str = ahead!(undelivered!(), overrules!());
+
+const AHEAD: &str = ahead!("processed_at IS NULL", "true");
 
 /// With more new rows ahead than this, a lease is too far ahead of the others to be worth the look: it has none, once it
 /// is the first.
@@ -321,20 +367,20 @@ impl Held for Lease {
     async fn look_ahead(&mut self, rows: &[Row], from: i64) -> Result<Option<Sight>, DatabaseError> {
         let intents = || rows.iter().filter_map(|row| row.intent.as_ref().ok());
         let Some(last) = rows.iter().map(|row| row.id).max() else { return Ok(Some(Sight::default())) };
-        let plain = intents().all(|intent| {
+        let only_writes = intents().all(|intent| {
             intent.deletes().is_empty() && intent.writes().iter().all(|tuple| tuple.condition().is_none())
         });
         let others = self.entry.others();
         let known = others.transactions().chain([self.entry.transaction()]).map(|it| it.to_string());
         let known: Vec<String> = known.collect();
+        let keys: HashSet<&TupleKey> = intents().flat_map(Intent::keys).collect();
         let ahead: Vec<AheadRow> = Statement::<AheadColumns>::new(
-            AHEAD,
+            if only_writes { AHEAD_OF_WRITES } else { AHEAD },
             [
                 Bind::Number(from),
                 Bind::Number(last),
                 Bind::Texts(known),
-                Bind::Bool(plain),
-                objects(intents()),
+                Bind::Texts(keys.into_iter().map(ToString::to_string).collect()),
                 Bind::Number(MOST_AHEAD as i64 + 1),
             ],
         )

@@ -21,7 +21,7 @@ pub use enqueue::enqueue_all;
 pub(crate) use horizon::Horizon;
 pub(crate) use lease::{Claim, Claimed, Lease, claim};
 pub use migrate::{Migrated, migrate};
-pub(crate) use report::{Left, last_id, left};
+pub(crate) use report::{Left, is_any_ready, last_id, left};
 pub use report::{Reason, Status, status};
 pub(crate) use requeue::requeue_older;
 pub use requeue::{Listed, Requeue, Undelivered, list, requeue};

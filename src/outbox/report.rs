@@ -1,6 +1,6 @@
 //! How many rows are in which state.
 
-use diesel::sql_types::{BigInt, Double, Nullable, Text};
+use diesel::sql_types::{BigInt, Bool, Double, Nullable, Text};
 use diesel::{QueryableByName, sql_query};
 use diesel_async::{AsyncPgConnection, RunQueryDsl as _};
 use serde::Serialize;
@@ -91,6 +91,26 @@ pub(crate) async fn left(connection: &mut AsyncPgConnection, until: i64) -> Resu
          FROM fga_outbox WHERE processed_at IS NULL",
     );
     Ok(left.bind::<BigInt, _>(until).get_result(connection).await?)
+}
+
+/// Whether a row is ready, up to this `id`; a new one from this `id` on.
+pub(crate) async fn is_any_ready(
+    connection: &mut AsyncPgConnection,
+    from: i64,
+    until: i64,
+) -> Result<bool, DatabaseError> {
+    #[derive(QueryableByName)]
+    struct Answer {
+        #[diesel(sql_type = Bool)]
+        any: bool,
+    }
+    let any = sql_query(
+        "SELECT EXISTS (SELECT FROM fga_outbox WHERE processed_at IS NULL AND next_attempt_at IS NULL
+                 AND id >= $1 AND id <= $2)
+             OR EXISTS (SELECT FROM fga_outbox
+                 WHERE (processed_at IS NULL)::integer = 1 AND next_attempt_at <= now() AND id + 0 <= $2) AS any",
+    );
+    Ok(any.bind::<BigInt, _>(from).bind::<BigInt, _>(until).get_result::<Answer>(connection).await?.any)
 }
 
 /// The highest `id` of the table, delivered or not.

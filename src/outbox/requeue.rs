@@ -26,10 +26,10 @@ struct Count {
 }
 
 /// `$1`: only refused ones; `$2`: only these ids; `$3`: only with this in their reason; `$4`: only those refused under
-/// an older model than this.
+/// an older model than this. In the words of `fga_outbox_waiting_idx`.
 const STUCK: &str = "
     SELECT id FROM fga_outbox
-    WHERE processed_at IS NULL AND next_attempt_at > now()
+    WHERE (processed_at IS NULL)::integer = 1 AND next_attempt_at > now()
         AND (next_attempt_at = 'infinity' OR NOT $1)
         AND ($2 IS NULL OR id = ANY($2))
         AND ($3 IS NULL OR strpos(last_error, $3) > 0)

@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use diesel::pg::Pg;
 use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
 use diesel::result::QueryResult;
-use diesel::sql_types::{Array, BigInt, Bool, Double, Nullable, Text};
+use diesel::sql_types::{Array, BigInt, Double, Nullable, Text};
 
 /// SQL with `$1`, `$2` … for what is bound. One that stands in several places is sent for each. Its rows, where it gives
 /// some, have columns of these SQL types.
@@ -18,7 +18,6 @@ pub(crate) struct Statement<Columns = ()> {
 
 /// A value of a statement.
 pub(crate) enum Bind {
-    Bool(bool),
     Number(i64),
     Seconds(f64),
     Text(String),
@@ -58,7 +57,6 @@ impl<Columns> QueryFragment<Pg> for Statement<Columns> {
 impl Bind {
     fn push<'b>(&'b self, out: &mut AstPass<'_, 'b, Pg>) -> QueryResult<()> {
         match self {
-            Self::Bool(value) => out.push_bind_param::<Bool, _>(value),
             Self::Number(value) => out.push_bind_param::<BigInt, _>(value),
             Self::Seconds(value) => out.push_bind_param::<Double, _>(value),
             Self::Text(value) => out.push_bind_param::<Text, _>(value),

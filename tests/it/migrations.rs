@@ -38,10 +38,16 @@ async fn a_new_table_is_exactly_the_contract() {
         [
             "CREATE INDEX fga_outbox_doubt_idx ON public.fga_outbox USING btree (next_attempt_at) \
              WHERE ((processed_at IS NOT NULL) AND (next_attempt_at IS NOT NULL))",
+            "CREATE INDEX fga_outbox_overruling_idx ON public.fga_outbox USING btree (id) \
+             WHERE ((((processed_at IS NULL))::integer = 1) AND \
+             ((payload ? 'deletes'::text) OR (payload @? '$.\"writes\"[*].\"condition\"'::jsonpath)))",
             "CREATE INDEX fga_outbox_pending_idx ON public.fga_outbox USING btree (id) WHERE (processed_at IS NULL)",
             "CREATE UNIQUE INDEX fga_outbox_pkey ON public.fga_outbox USING btree (id)",
             "CREATE INDEX fga_outbox_waiting_idx ON public.fga_outbox USING btree (next_attempt_at) \
              WHERE ((((processed_at IS NULL))::integer = 1) AND (next_attempt_at IS NOT NULL))",
+            "CREATE INDEX fga_outbox_waiting_keys_idx ON public.fga_outbox USING gin (fga_outbox_keys(payload)) \
+             WITH (fastupdate=off) WHERE ((((processed_at IS NOT NULL))::integer = 0) AND \
+             (next_attempt_at < 'infinity'::timestamp with time zone))",
         ]
     );
 }
@@ -56,7 +62,7 @@ async fn a_table_of_another_program_is_adopted_in_place() {
     let before: i64 = database.query_one(file).await;
     migrate(&url(&database)).await.unwrap();
     assert_eq!(database.query_one::<i64>(file).await, before, "the table was rewritten");
-    assert_eq!(database.query_all::<String>(INDEXES).await.len(), 4);
+    assert_eq!(database.query_all::<String>(INDEXES).await.len(), 6);
     let row =
         "SELECT row(payload, attempts, last_error, tenant, next_attempt_at, refused_model_id)::text FROM fga_outbox";
     assert_eq!(database.query_one::<String>(row).await, "({},3,old,a,,)");
@@ -126,7 +132,7 @@ async fn a_table_that_the_search_path_finds_elsewhere_is_not_shadowed() {
     migrate(&url).await.unwrap();
     let tables = "SELECT schemaname::text FROM pg_tables WHERE tablename = 'fga_outbox'";
     assert_eq!(database.query_all::<String>(tables).await, ["public"]);
-    assert_eq!(database.query_all::<String>(INDEXES).await.len(), 4);
+    assert_eq!(database.query_all::<String>(INDEXES).await.len(), 6);
 }
 
 #[tokio::test]

@@ -1,0 +1,1 @@
+DROP FUNCTION IF EXISTS fga_outbox_keys(jsonb);
