@@ -1,28 +1,35 @@
 //! From which id on an undelivered row may lie that is not refused: so that a look at the rows ahead of a lease does not
 //! pass over the refused ones before it.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
-use diesel::sql_types::{BigInt, Nullable};
+use diesel::sql_types::{Array, BigInt, Nullable, Text};
 use diesel::{QueryableByName, sql_query};
 use diesel_async::{AsyncPgConnection, RunQueryDsl as _};
 
 use super::DatabaseError;
 
-/// The trigger `fga_outbox_ring` makes a transaction known before it draws an id. Where it is not on, a row takes its id an
-/// instant before its transaction shows; this is far more than that.
-const SLACK: Duration = Duration::from_secs(1);
-
 /// How often it is looked up. Looks ahead pass over what was delivered since.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// Rows commit in another order than that of their ids. A row that is not yet to be seen has an id above the highest one
-/// at a time when its transaction had not begun; so once all transactions of a moment have ended, the highest id of
-/// that moment is a bound for whatever commits later. Rows that are requeued are found by their own index.
+/// How often it is looked up from the beginning, for rows that somebody made ready by hand; but it must not take more than
+/// this part of the time, where dead rows pile up that a forgotten snapshot keeps.
+const FROM_BEGINNING: Duration = Duration::from_secs(5);
+const PART: u32 = 100;
+
+/// While a writer stays, so many moments are kept.
+const MOST_MOMENTS: usize = 64;
+
+/// Rows commit in another order than that of their ids. Whoever inserts a row locks the table, as Postgres says in
+/// `pg_locks`, before the row draws its id, and to the end of his transaction. So a row that is not yet to be seen has
+/// either an id above the highest one of a moment, or its transaction was among the writers of that moment and is one
+/// still; once all of these have ended, the highest id of that moment is a bound for whatever is seen later. Rows that are
+/// requeued are found by their own index.
 #[derive(Debug)]
 pub(crate) struct Horizon {
     moments: VecDeque<Moment>,
+    /// The highest id of the last moment whose writers had all ended before now.
     bound: i64,
     looked: Option<Instant>,
     /// What it was, and since when it has only been moved on.
@@ -31,11 +38,6 @@ pub(crate) struct Horizon {
     /// How long the last look from the beginning took.
     took: Duration,
 }
-
-/// How often it is looked up from the beginning, for rows that somebody made ready by hand; but it must not take more than
-/// this part of the time, where dead rows pile up that a forgotten snapshot keeps.
-const FROM_BEGINNING: Duration = Duration::from_secs(5);
-const PART: u32 = 100;
 
 impl Default for Horizon {
     fn default() -> Self {
@@ -52,22 +54,19 @@ impl Default for Horizon {
 
 #[derive(Debug)]
 struct Moment {
-    at: Instant,
-    /// The first transaction that had not begun.
-    next_transaction: i64,
     highest_id: i64,
+    /// The transactions that had the table locked for writing, and have since.
+    writers: HashSet<String>,
 }
 
 #[derive(QueryableByName)]
 struct Seen {
     #[diesel(sql_type = BigInt)]
-    oldest_transaction: i64,
-    #[diesel(sql_type = BigInt)]
-    next_transaction: i64,
-    #[diesel(sql_type = BigInt)]
     highest_id: i64,
     #[diesel(sql_type = Nullable<BigInt>)]
     lowest_new: Option<i64>,
+    #[diesel(sql_type = Array<Text>)]
+    writers: Vec<String>,
 }
 
 impl Horizon {
@@ -78,36 +77,53 @@ impl Horizon {
 
     /// Looks again, and gives the bound.
     pub(crate) async fn look(&mut self, connection: &mut AsyncPgConnection) -> Result<i64, DatabaseError> {
+        if self.looked.is_none() {
+            // A first moment, and who of its writers is still there.
+            for _ in 0..2 {
+                let seen = see(connection, i64::MAX).await?;
+                self.note(seen);
+            }
+        }
         let from_beginning = self.since.elapsed() >= FROM_BEGINNING.max(self.took * PART);
         if from_beginning {
             (self.last, self.since) = (i64::MIN, Instant::now());
         }
-        let seen: Seen = sql_query(
-            "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint AS oldest_transaction,
-                 pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS next_transaction,
-                 coalesce((SELECT max(id) FROM fga_outbox), $1) AS highest_id,
-                 (SELECT id FROM fga_outbox WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id >= $1
-                  ORDER BY id LIMIT 1) AS lowest_new",
-        )
-        .bind::<BigInt, _>(self.last)
-        .get_result(connection)
-        .await?;
-        let now = Instant::now();
+        // Whoever is found to have ended may have done so after what is seen with it.
+        let bound = self.bound;
+        let seen = see(connection, self.last).await?;
         if from_beginning {
-            self.took = now - self.since;
+            self.took = self.since.elapsed();
         }
-        self.looked = Some(now);
-        while let Some(moment) = self.moments.front() {
-            if moment.next_transaction > seen.oldest_transaction || now - moment.at < SLACK {
-                break;
-            }
-            self.bound = moment.highest_id;
-            self.moments.pop_front();
-        }
-        let Seen { next_transaction, highest_id, .. } = seen;
-        self.moments.push_back(Moment { at: now, next_transaction, highest_id });
-        let seen_from = seen.lowest_new.unwrap_or(i64::MAX).min(self.bound);
-        self.last = seen_from;
-        Ok(seen_from)
+        self.last = seen.lowest_new.unwrap_or(i64::MAX).min(bound);
+        self.note(seen);
+        self.looked = Some(Instant::now());
+        Ok(self.last)
     }
+
+    /// Lets go of the moments whose writers have all ended, and adds this one.
+    fn note(&mut self, seen: Seen) {
+        let writers: HashSet<String> = seen.writers.into_iter().collect();
+        self.moments.iter_mut().for_each(|moment| moment.writers.retain(|it| writers.contains(it)));
+        while self.moments.front().is_some_and(|moment| moment.writers.is_empty()) {
+            self.bound = self.moments.pop_front().map_or(self.bound, |moment| moment.highest_id);
+        }
+        if self.moments.len() == MOST_MOMENTS {
+            self.moments.pop_back();
+        }
+        self.moments.push_back(Moment { highest_id: seen.highest_id, writers });
+    }
+}
+
+/// What is to be seen now, of new rows from this id on.
+async fn see(connection: &mut AsyncPgConnection, from: i64) -> Result<Seen, DatabaseError> {
+    let seen = sql_query(
+        "SELECT coalesce((SELECT max(id) FROM fga_outbox), -9223372036854775808) AS highest_id,
+             (SELECT id FROM fga_outbox WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id >= $1
+              ORDER BY id LIMIT 1) AS lowest_new,
+             ARRAY(SELECT virtualtransaction FROM pg_locks
+                 WHERE locktype = 'relation' AND relation = 'fga_outbox'::regclass
+                     AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+                     AND mode = 'RowExclusiveLock' AND granted) AS writers",
+    );
+    Ok(seen.bind::<BigInt, _>(from).get_result(connection).await?)
 }

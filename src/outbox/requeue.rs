@@ -29,8 +29,8 @@ struct Count {
 /// an older model than this. In the words of `fga_outbox_waiting_idx`.
 const STUCK: &str = "
     SELECT id FROM fga_outbox
-    WHERE (processed_at IS NULL)::integer = 1 AND next_attempt_at > now()
-        AND (next_attempt_at = 'infinity' OR NOT $1)
+    WHERE (processed_at IS NULL)::integer = 1
+        AND next_attempt_at >= CASE WHEN $1 THEN 'infinity' ELSE clock_timestamp() END
         AND ($2 IS NULL OR id = ANY($2))
         AND ($3 IS NULL OR strpos(last_error, $3) > 0)
         AND ($4 IS NULL OR coalesce(refused_model_id, '') COLLATE \"C\" < $4)";
