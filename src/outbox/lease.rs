@@ -158,9 +158,7 @@ pub(crate) async fn claim(
     what: Claim,
     room: OwnedSemaphorePermit,
 ) -> Result<Claimed, DatabaseError> {
-    let mut connection = pool.get().await?;
-    // Never a raw BEGIN: the pool would take the connection back with the transaction open.
-    AnsiTransactionManager::begin_transaction(&mut *connection).await?;
+    let mut connection = pool.begin().await?;
     let claimed: Vec<ClaimedRow> = Statement::new(
         CLAIM,
         [what.after, what.rows, MAX_LEASE_BYTES, MAX_PAYLOAD_BYTES, what.failed_after].map(Bind::Number),
