@@ -240,7 +240,10 @@ fn unusable(error: ConnectionError) -> DatabaseError {
 fn bad_connection(error: tokio_postgres::Error) -> DatabaseError {
     // Classes of SQLSTATE: 28, invalid authorization; 3D, no such database.
     let rejected = error.code().is_some_and(|code| code.code().starts_with("28") || code.code().starts_with("3D"));
-    let reason = crate::openfga::chain(&error);
+    let mut reason = crate::openfga::chain(&error);
+    if reason.contains("unsupported startup parameter") {
+        reason.push_str(" (a pooler takes no search_path and no options: set them by ALTER ROLE or ALTER DATABASE)");
+    }
     if rejected { DatabaseError::Rejected(reason) } else { DatabaseError::Unreachable(reason) }
 }
 

@@ -44,6 +44,8 @@ impl Nap {
         let mut connection = pool.begin().await?;
         let try_it = sql_query(format!("SELECT pg_try_advisory_xact_lock({LOCK}) AS yes"));
         if try_it.get_result::<Answer>(&mut connection).await?.yes {
+            // Ends the statement before, whose snapshot would keep vacuums from their work and indexes from being built.
+            connection.batch_execute("SELECT").await?;
             return Ok(Bell::Taken(Self(Box::new(connection))));
         }
         let other: Answer = sql_query(

@@ -75,8 +75,7 @@ async fn check_schema(connection: &mut AsyncPgConnection) -> Result<(), Database
     }
 }
 
-/// Takes the lock, in a transaction that has to stay open: a session's lock would stay behind in a pooler for ever. Where
-/// its isolation is this one it has no snapshot between statements, and no `CREATE INDEX CONCURRENTLY` waits for it.
+/// Takes the lock, in a transaction that has to stay open: a session's lock would stay behind in a pooler for ever.
 ///
 /// It is asked for again and again: whoever waits inside a statement has a snapshot, and the other one's `CREATE INDEX
 /// CONCURRENTLY` would wait for that, in a circle.
@@ -86,14 +85,16 @@ async fn lock(url: &DatabaseUrl) -> Result<AsyncPgConnection, DatabaseError> {
         #[diesel(sql_type = Bool)]
         locked: bool,
     }
-    const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL idle_in_transaction_session_timeout = 0";
     let mut connection = url.connect().await?;
     let began = Instant::now();
     let mut said = false;
     loop {
-        AnsiTransactionManager::begin_transaction_sql(&mut connection, BEGIN).await?;
+        let begin = "BEGIN ISOLATION LEVEL READ COMMITTED";
+        AnsiTransactionManager::begin_transaction_sql(&mut connection, begin).await?;
         let query = sql_query("SELECT pg_try_advisory_xact_lock($1) AS locked").bind::<BigInt, _>(MIGRATION_LOCK);
         if query.get_result::<Locked>(&mut connection).await?.locked {
+            // This also ends the statement before, which has a snapshot until then.
+            connection.batch_execute("SET LOCAL idle_in_transaction_session_timeout = 0").await?;
             return Ok(connection);
         }
         AnsiTransactionManager::rollback_transaction(&mut connection).await?;

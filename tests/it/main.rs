@@ -13,4 +13,5 @@ mod isolation;
 mod life;
 mod migrations;
 mod ordering;
+mod pooler;
 mod support;
