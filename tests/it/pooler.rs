@@ -190,6 +190,22 @@ async fn a_schema_is_chosen_in_the_database() {
     assert_eq!(database.query_all::<String>(tables).await, ["app"]);
 }
 
+#[tokio::test]
+async fn postgres_itself_is_not_taken_for_one() {
+    let bed = Bed::new(Flavor::Memory).await;
+    for mode in ["disable", "prefer", "require"] {
+        let url = format!("{}?sslmode={mode}", bed.database.url());
+        let engine = bed.builder().database_url(url).start().unwrap();
+        // It is heard where there is none.
+        eventually(async || {
+            bed.insert(&write("anne", mode)).await;
+            engine.stats().rings > 0
+        })
+        .await;
+        engine.stop().await;
+    }
+}
+
 /// A pooler that names Postgres's processes as they are, and gives a client another server connection after every third
 /// of its transactions.
 async fn deceive() -> u16 {
