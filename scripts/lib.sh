@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Sourced by the other scripts. Finds or gets the parts that the tests and the demonstration run against (a Postgres
-# server and two versions of OpenFGA), and starts private ones. The tests look in the same places, see
+# server, PgBouncer and two versions of OpenFGA), and starts private ones. The tests look in the same places, see
 # tests/it/support/parts.rs.
 
 set -euo pipefail
@@ -33,10 +33,11 @@ is_root() {
 
 # --- Parts ------------------------------------------------------------------------------------------------------------
 
-# Exports PG_BIN, OPENFGA_BIN and OPENFGA_OLD_BIN, getting what is missing.
+# Exports PG_BIN, PGBOUNCER_BIN, OPENFGA_BIN and OPENFGA_OLD_BIN, getting what is missing.
 fetch_parts() {
     need_cargo
     need_postgres
+    need_pgbouncer
     need_openfga
     need_openfga_old
 }
@@ -107,6 +108,24 @@ need_postgres_user() {
     else
         die "Postgres does not run as root: create a user named postgres"
     fi
+}
+
+need_pgbouncer() {
+    if [ -z "${PGBOUNCER_BIN:-}" ] && ! PGBOUNCER_BIN=$(find_pgbouncer); then
+        can_apt || die "pgbouncer not found: install it (Debian and Ubuntu: apt-get install pgbouncer; Fedora: dnf" \
+            "install pgbouncer; macOS: brew install pgbouncer), or set PGBOUNCER_BIN to the program"
+        say "installing PgBouncer"
+        apt_install_stopped pgbouncer
+        PGBOUNCER_BIN=$(find_pgbouncer) || die "apt-get installed pgbouncer, but not where it was looked for: set" \
+            "PGBOUNCER_BIN"
+    fi
+    [ -x "$PGBOUNCER_BIN" ] || die "PGBOUNCER_BIN=$PGBOUNCER_BIN is not a program"
+    export PGBOUNCER_BIN
+}
+
+# Debian puts it where only root's PATH leads.
+find_pgbouncer() {
+    command -v pgbouncer || (PATH=/usr/sbin command -v pgbouncer)
 }
 
 need_openfga() {

@@ -85,7 +85,10 @@ impl Claims {
 
     /// Looks from which id on rows may be new, as an engine does every second.
     pub async fn look(&mut self) -> Result<i64, DatabaseError> {
-        self.horizon.look(&mut *self.pool.get().await?).await
+        let mut connection = self.pool.begin().await?;
+        let id = self.horizon.look(&mut connection).await?;
+        connection.commit().await?;
+        Ok(id)
     }
 
     /// Claims up to so many rows whose ids are higher than this one, if there are any.

@@ -255,7 +255,6 @@ impl EngineBuilder {
             settings: self.settings,
             // One for each lease, one that is claimed meanwhile, one for questions, one for a nap.
             pool: Pool::new(&url, home.handle(), ROOM + 3),
-            database_url: url,
             client,
             gate: Gate::new(),
             limits: Default::default(),

@@ -327,9 +327,9 @@ impl Claiming {
     }
 
     async fn look_at_horizon(&mut self) -> Result<(), DatabaseError> {
-        let mut connection = self.shared.pool.get().await?;
+        let mut connection = self.shared.pool.begin().await?;
         self.shared.horizon.store(self.horizon.look(&mut connection).await?, Relaxed);
-        Ok(())
+        connection.commit().await
     }
 
     /// Brings rows back that were refused under an older authorization model, where there is a newer one.
@@ -342,7 +342,9 @@ impl Claiming {
             self.models = Models { followed: Some(model.clone()), requeues: REQUEUES, ..self.models };
         }
         if self.models.requeues > 0 {
-            let rows = requeue_older(&mut *shared.pool.get().await?, &model).await?;
+            let mut connection = shared.pool.begin().await?;
+            let rows = requeue_older(&mut connection, &model).await?;
+            connection.commit().await?;
             self.models.requeues -= 1;
             if rows > 0 {
                 tracing::info!(rows, %model, "refused rows are tried again under a newer authorization model");
@@ -418,8 +420,8 @@ impl Claiming {
             && self.shared.missed_rings.fetch_add(1, Relaxed) == 0
         {
             tracing::warn!(
-                "new rows were found that no doorbell told of: does DATABASE_URL lead to a pooler, or is the trigger \
-                 fga_outbox_ring missing or disabled? They are delivered, up to the poll interval later"
+                "new rows were found that no doorbell told of: is the trigger fga_outbox_ring missing or disabled? They \
+                 are delivered, up to the poll interval later"
             );
         }
     }

@@ -44,7 +44,10 @@ async fn listen(shared: Arc<Shared>) {
     loop {
         let mut heard = false;
         let failed = tokio::select! {
-            Err(error) = hear(&shared, &mut heard) => error,
+            heard = hear(&shared, &mut heard) => match heard {
+                Err(error) => error,
+                Ok(()) => return shared.stopping.cancelled().await,
+            },
             () = shared.stopping.cancelled() => return,
         };
         if heard {
@@ -59,8 +62,9 @@ async fn listen(shared: Arc<Shared>) {
     }
 }
 
+/// Ends well where there is nothing to be heard.
 async fn hear(shared: &Shared, heard: &mut bool) -> Result<(), DatabaseError> {
-    let mut listener = outbox::Listener::connect(&shared.database_url).await?;
+    let Some(mut listener) = outbox::Listener::connect(&shared.pool).await? else { return Ok(()) };
     *heard = true;
     let _listening = Listening::new(&shared.listening);
     // It may have rung before.

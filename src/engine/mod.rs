@@ -30,7 +30,7 @@ use crate::delivery::footprints::Footprints;
 use crate::delivery::plan::Limits;
 use crate::delivery::verdict::Fault;
 use crate::openfga::Client;
-use crate::outbox::{DatabaseError, DatabaseUrl, Left, Pool, is_any_ready, last_id, left};
+use crate::outbox::{DatabaseError, Left, Pool, is_any_ready, last_id, left};
 
 /// Leases that may be out at once: one is delivered while the next is claimed and the last is recorded.
 const ROOM: u32 = 4;
@@ -73,7 +73,6 @@ struct KeptActors {
 /// What all actors share.
 pub(crate) struct Shared {
     settings: Settings,
-    database_url: DatabaseUrl,
     pool: Pool,
     client: Client,
     gate: Gate,
@@ -400,15 +399,24 @@ impl Engine {
     }
 
     async fn left(&self, until: i64) -> Result<Left, DatabaseError> {
-        left(&mut *self.shared.pool.get().await?, until).await
+        let mut connection = self.shared.pool.begin().await?;
+        let left = left(&mut connection, until).await?;
+        connection.commit().await?;
+        Ok(left)
     }
 
     async fn is_any_ready(&self, until: i64) -> Result<bool, DatabaseError> {
-        is_any_ready(&mut *self.shared.pool.get().await?, self.shared.horizon.load(Relaxed), until).await
+        let mut connection = self.shared.pool.begin().await?;
+        let any = is_any_ready(&mut connection, self.shared.horizon.load(Relaxed), until).await?;
+        connection.commit().await?;
+        Ok(any)
     }
 
     async fn last_id(&self) -> Result<i64, DatabaseError> {
-        last_id(&mut *self.shared.pool.get().await?).await
+        let mut connection = self.shared.pool.begin().await?;
+        let id = last_id(&mut connection).await?;
+        connection.commit().await?;
+        Ok(id)
     }
 
     /// How many rows could be delivered now.

@@ -1,4 +1,4 @@
-//! Addresses of databases, TLS, and the pool.
+//! Addresses of databases, TLS, and connections.
 
 use std::fmt;
 use std::path::Path;
@@ -7,9 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use diesel::ConnectionError;
-use diesel_async::pooled_connection::{AsyncDieselConnectionManager, ManagerConfig, PoolError, RecyclingMethod};
-use diesel_async::{AsyncPgConnection, SimpleAsyncConnection};
-use futures_util::FutureExt as _;
+use diesel::connection::CacheSize;
+use diesel_async::{AsyncConnection as _, AsyncPgConnection, SimpleAsyncConnection as _};
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::CryptoProvider;
@@ -19,15 +18,15 @@ use rustls::{
     CertificateError, ClientConfig, ConfigBuilder, DigitallySignedStruct, RootCertStore, SignatureScheme, WantsVerifier,
 };
 use rustls_platform_verifier::BuilderVerifierExt as _;
-use tokio::runtime::Handle;
-use tokio::sync::watch;
-use tokio_postgres::NoTls;
+use tokio_postgres::tls::TlsStream;
+use tokio_postgres::{Client, NoTls, SimpleQueryMessage, Socket};
 use tokio_postgres_rustls::MakeRustlsConnect;
 use url::form_urlencoded;
 
 use super::DatabaseError;
+use super::pooler::named_process;
 
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a peer may leave what was sent unacknowledged, or a question whether it is there unanswered.
 const SILENCE: Duration = Duration::from_secs(10);
 
@@ -149,131 +148,85 @@ impl DatabaseUrl {
 
     /// A connection of one's own, driven by the runtime that this runs on.
     ///
+    /// Behind a pooler it keeps no prepared statements: use it in transactions there.
+    ///
     /// # Errors
     /// [`DatabaseError::Unreachable`] with the reason.
     /// [`DatabaseError::Rejected`] where the server does not let us in.
     pub async fn connect(&self) -> Result<AsyncPgConnection, DatabaseError> {
+        Ok(self.open().await?.connection)
+    }
+
+    pub(super) async fn open(&self) -> Result<Opened, DatabaseError> {
+        let opening = async {
+            match &self.tls {
+                None => {
+                    let (client, connection) = self.config.connect(NoTls).await.map_err(bad_connection)?;
+                    Opened::new(client, connection).await
+                }
+                Some(tls) => {
+                    let tls = MakeRustlsConnect::new(tls.clone());
+                    let (client, connection) = self.config.connect(tls).await.map_err(bad_connection)?;
+                    Opened::new(client, connection).await
+                }
+            }
+        };
         // The limit of the address is for the socket alone; a server may accept it and never say a word.
-        match tokio::time::timeout(CONNECT_TIMEOUT, self.establish()).await {
-            Ok(established) => established,
+        match tokio::time::timeout(CONNECT_TIMEOUT, opening).await {
+            Ok(opened) => opened,
             Err(_) => Err(DatabaseError::Unreachable("no answer in time".to_owned())),
         }
     }
-
-    async fn establish(&self) -> Result<AsyncPgConnection, DatabaseError> {
-        match &self.tls {
-            None => {
-                let (client, connection) = self.config.connect(NoTls).await.map_err(bad_connection)?;
-                AsyncPgConnection::try_from_client_and_connection(client, connection).await.map_err(unusable)
-            }
-            Some(tls) => {
-                let tls = MakeRustlsConnect::new(tls.clone());
-                let (client, connection) = self.config.connect(tls).await.map_err(bad_connection)?;
-                AsyncPgConnection::try_from_client_and_connection(client, connection).await.map_err(unusable)
-            }
-        }
-    }
 }
 
-/// A pool of connections of one database.
-pub(crate) struct Pool {
-    connections: bb8::Pool<Manager>,
-    home: Handle,
-    /// Why the last connection could not be made.
-    failure: watch::Sender<String>,
+/// A connection that was just made.
+pub(super) struct Opened {
+    pub(super) connection: AsyncPgConnection,
+    /// The process of Postgres's that answered.
+    pub(super) process: i32,
+    /// Whether there is no pooler before it.
+    pub(super) direct: bool,
+    /// As `server_version_num`.
+    pub(super) version: i32,
 }
 
-type Manager = AsyncDieselConnectionManager<AsyncPgConnection>;
-
-/// A connection that goes back to its pool when dropped, or is closed where a transaction is still open.
-pub(crate) type Connection = bb8::PooledConnection<'static, Manager>;
-
-impl Pool {
-    /// Up to this many connections. They are made and driven by the runtime of `home`, which has to outlive the actors:
-    /// a connection dies with the runtime that it was made on.
-    pub(crate) fn new(url: &DatabaseUrl, home: Handle, size: u32) -> Self {
-        // bb8 keeps house in a task of its own.
-        let _home = home.enter();
-        let url = url.clone();
-        let mut config = ManagerConfig::default();
-        // A statement is about to be sent anyway, and finds out about a broken connection.
-        config.recycling_method = RecyclingMethod::Fast;
-        config.custom_setup = Box::new(move |_| {
-            let url = url.clone();
-            async move {
-                let set_up = async {
-                    let mut connection = url.connect().await?;
-                    connection.batch_execute(SESSION).await?;
-                    Ok::<_, DatabaseError>(connection)
-                };
-                match tokio::time::timeout(CONNECT_TIMEOUT, set_up).await {
-                    Ok(result) => result.map_err(|error| {
-                        ConnectionError::BadConnection(match error {
-                            DatabaseError::Unreachable(reason) | DatabaseError::Rejected(reason) => reason,
-                            error => error.to_string(),
-                        })
-                    }),
-                    Err(_) => Err(ConnectionError::BadConnection("no answer in time".to_owned())),
-                }
+impl Opened {
+    async fn new<S>(
+        client: Client,
+        mut connection: tokio_postgres::Connection<Socket, S>,
+    ) -> Result<Self, DatabaseError>
+    where
+        S: TlsStream + Unpin + Send + 'static,
+    {
+        let named = named_process(&client.cancel_token());
+        // diesel-async prepares and executes what it begins a session with, which takes a pooler two transactions unless
+        // they are in one.
+        let answer = tokio::select! {
+            answer = client.simple_query("BEGIN; SELECT pg_backend_pid(), current_setting('server_version_num')") => {
+                answer.map_err(bad_connection)?
             }
-            .boxed()
+            ended = &mut connection => {
+                ended.map_err(bad_connection)?;
+                return Err(DatabaseError::Unreachable("the connection was closed".to_owned()));
+            }
+        };
+        let row = answer.iter().find_map(|message| match message {
+            SimpleQueryMessage::Row(row) => Some((row.get(0)?.parse().ok()?, row.get(1)?.parse().ok()?)),
+            _ => None,
         });
-        let failure = watch::Sender::default();
-        let connections = bb8::Pool::builder()
-            .max_size(size)
-            .connection_timeout(CONNECT_TIMEOUT + Duration::from_secs(1))
-            .idle_timeout(Some(Duration::from_secs(60)))
-            // Whoever wants the connection hears of the failure, and tries again in its own time.
-            .retry_connection(false)
-            .error_sink(Box::new(Failures(failure.clone())))
-            .build_unchecked(Manager::new_with_config("", config));
-        Self { connections, home, failure }
-    }
-
-    /// # Errors
-    /// [`DatabaseError::Unreachable`], as soon as it is known that no connection can be made.
-    pub(crate) async fn get(&self) -> Result<Connection, DatabaseError> {
-        let mut failure = self.failure.subscribe();
-        let connections = self.connections.clone();
-        // On the home runtime, where bb8 makes connections in tasks of its own.
-        let got = self.home.spawn(async move { connections.get_owned().await });
-        tokio::select! {
-            biased;
-            got = got => match got {
-                Ok(Ok(connection)) => Ok(connection),
-                Ok(Err(bb8::RunError::User(error))) => Err(DatabaseError::Unreachable(error.to_string())),
-                Ok(Err(bb8::RunError::TimedOut)) => Err(DatabaseError::Unreachable("no answer in time".to_owned())),
-                Err(error) => Err(DatabaseError::Unreachable(error.to_string())),
-            },
-            Ok(()) = failure.changed() => Err(DatabaseError::Unreachable(failure.borrow().clone())),
+        let (process, version) = row.ok_or_else(|| DatabaseError::Unreachable("this is no Postgres".to_owned()))?;
+        let direct = named == Some(process);
+        let mut connection =
+            AsyncPgConnection::try_from_client_and_connection(client, connection).await.map_err(unusable)?;
+        if direct {
+            connection.batch_execute("COMMIT").await?;
+        } else {
+            connection.set_prepared_statement_cache_size(CacheSize::Disabled);
+            connection.batch_execute("ROLLBACK").await?;
         }
+        Ok(Self { connection, process, direct, version })
     }
 }
-
-#[derive(Debug, Clone)]
-struct Failures(watch::Sender<String>);
-
-impl bb8::ErrorSink<PoolError> for Failures {
-    fn sink(&self, error: PoolError) {
-        self.0.send_replace(match error {
-            PoolError::ConnectionError(ConnectionError::BadConnection(reason)) => reason,
-            error => error.to_string(),
-        });
-    }
-
-    fn boxed_clone(&self) -> Box<dyn bb8::ErrorSink<PoolError>> {
-        Box::new(self.clone())
-    }
-}
-
-/// A lost network must not hold rows for ever, nor a query whose client is gone go on. The first is above the longest
-/// delivery of a lease.
-/// The second is not there before Postgres 14. The others keep Postgres from reading and sorting a whole backlog for a
-/// lease, instead of the first rows of an index, because it knows of no backlog yet: it finds out minutes later.
-const SESSION: &str = "
-    SET idle_in_transaction_session_timeout = '180s';
-    SET enable_seqscan = off; SET enable_sort = off; SET jit = off; SET plan_cache_mode = force_generic_plan;
-    SELECT set_config(name, '1s', false) FROM pg_settings WHERE name = 'client_connection_check_interval'";
 
 fn invalid(problem: impl Into<String>) -> DatabaseError {
     DatabaseError::InvalidUrl(problem.into())
@@ -287,7 +240,10 @@ fn unusable(error: ConnectionError) -> DatabaseError {
 fn bad_connection(error: tokio_postgres::Error) -> DatabaseError {
     // Classes of SQLSTATE: 28, invalid authorization; 3D, no such database.
     let rejected = error.code().is_some_and(|code| code.code().starts_with("28") || code.code().starts_with("3D"));
-    let reason = crate::openfga::chain(&error);
+    let mut reason = crate::openfga::chain(&error);
+    if reason.contains("unsupported startup parameter") {
+        reason.push_str(" (a pooler takes no search_path and no options: set them by ALTER ROLE or ALTER DATABASE)");
+    }
     if rejected { DatabaseError::Rejected(reason) } else { DatabaseError::Unreachable(reason) }
 }
 

@@ -14,9 +14,9 @@ use diesel_async::{
 };
 use futures_util::StreamExt as _;
 
-use super::{Connection, DatabaseError, DatabaseUrl, Pool};
+use super::{Connection, DatabaseError, Pool};
 
-/// The bell, held by an open transaction: so it is free whatever becomes of its holder, and behind a pooler, too.
+/// The bell, held by an open transaction: so it is free whatever becomes of its holder.
 pub(crate) struct Nap(Box<Connection>);
 
 /// Whether one may sleep.
@@ -41,10 +41,11 @@ struct Answer {
 impl Nap {
     /// Tries to take the bell. What was committed before is to be looked for once more after that.
     pub(crate) async fn take(pool: &Pool) -> Result<Bell, DatabaseError> {
-        let mut connection = pool.get().await?;
-        AnsiTransactionManager::begin_transaction(&mut *connection).await?;
+        let mut connection = pool.begin().await?;
         let try_it = sql_query(format!("SELECT pg_try_advisory_xact_lock({LOCK}) AS yes"));
         if try_it.get_result::<Answer>(&mut connection).await?.yes {
+            // Ends the statement before, whose snapshot would keep vacuums from their work and indexes from being built.
+            connection.batch_execute("SELECT").await?;
             return Ok(Bell::Taken(Self(Box::new(connection))));
         }
         let other: Answer = sql_query(
@@ -72,18 +73,19 @@ pub(crate) struct Listener {
 }
 
 impl Listener {
-    /// Rings from now on are heard; whether there were any before is to be looked for.
-    pub(crate) async fn connect(url: &DatabaseUrl) -> Result<Self, DatabaseError> {
+    /// Rings from now on are heard; whether there were any before is to be looked for. None where a pooler keeps them
+    /// from being heard.
+    pub(crate) async fn connect(pool: &Pool) -> Result<Option<Self>, DatabaseError> {
         #[derive(QueryableByName)]
         struct Table {
             #[diesel(sql_type = Text)]
             oid: String,
         }
-        let mut connection = url.connect().await?;
+        let Some(mut connection) = pool.session().await? else { return Ok(None) };
         let table: Table =
             sql_query("SELECT 'fga_outbox'::regclass::oid::text AS oid").get_result(&mut connection).await?;
         connection.batch_execute("LISTEN fga_outbox").await?;
-        Ok(Self { connection, table: table.oid })
+        Ok(Some(Self { connection, table: table.oid }))
     }
 
     /// Waits for the next ring of this table.

@@ -163,16 +163,14 @@ pub(crate) async fn claim(
     mut what: Claim,
     room: OwnedSemaphorePermit,
 ) -> Result<Claimed, DatabaseError> {
-    let mut connection = pool.get().await?;
     let mut cut = None;
-    let claimed = loop {
-        // Never a raw BEGIN: the pool would take the connection back with the transaction open.
-        AnsiTransactionManager::begin_transaction(&mut *connection).await?;
+    let (mut connection, claimed) = loop {
+        let mut connection = pool.begin().await?;
         let most_bytes = if what.rows == 1 { MAX_PAYLOAD_BYTES } else { MAX_LEASE_BYTES };
         let binds = [what.after, what.rows, most_bytes, what.failed_after, what.touched_until].map(Bind::Number);
         let claimed: Vec<ClaimedRow> = Statement::<Columns>::new(CLAIM, binds).load(&mut connection).await?;
         if what.rows == 1 || claimed.iter().all(|row| row.payload.is_some()) {
-            break claimed;
+            break (connection, claimed);
         }
         // They are too large to be held in memory all at once: as many as are not.
         what.rows = fitting(&claimed);

@@ -2,14 +2,20 @@
 
 use std::time::{Duration, Instant};
 
-use diesel::migration::{Migration, MigrationVersion};
+use diesel::migration::{self, Migration};
 use diesel::pg::Pg;
 use diesel::sql_types::{BigInt, Bool, Text};
 use diesel::{QueryableByName, sql_query};
-use diesel_async::{AsyncMigrationHarness, AsyncPgConnection, RunQueryDsl as _, SimpleAsyncConnection as _};
+use diesel_async::async_connection_wrapper::AsyncConnectionWrapper;
+use diesel_async::{
+    AnsiTransactionManager, AsyncConnection as _, AsyncPgConnection, RunQueryDsl as _, SimpleAsyncConnection as _,
+    TransactionManager as _,
+};
 use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
 
 use super::{DatabaseError, DatabaseUrl};
+
+type Blocking = AsyncConnectionWrapper<AsyncPgConnection>;
 
 const MIGRATIONS: EmbeddedMigrations = embed_migrations!("migrations");
 
@@ -36,22 +42,18 @@ pub struct Migrated {
 /// differences, and the table is left as it was.
 pub async fn migrate(url: &DatabaseUrl) -> Result<Migrated, DatabaseError> {
     let mut connection = url.connect().await?;
-    check_schema(&mut connection).await?;
-    lock(&mut connection).await?;
-    let dropped = drop_unfinished_indexes(&mut connection).await;
-    let (migrated, mut connection) = match dropped {
-        Err(error) => (Err(error), connection),
+    connection.transaction(check_schema).await?;
+    let mut lock = lock(url).await?;
+    let migrated = match drop_unfinished_indexes(&mut connection).await {
+        Err(error) => Err(error),
         // diesel's harness blocks, and this runtime may have only one thread.
-        Ok(()) => tokio::task::spawn_blocking(move || {
-            let mut harness = AsyncMigrationHarness::new(connection);
-            (run_pending(&mut harness), harness.into_inner())
-        })
-        .await
-        .map_err(|error| DatabaseError::Migration(error.to_string()))?,
+        Ok(()) => tokio::task::spawn_blocking(move || run_pending(connection))
+            .await
+            .map_err(|error| DatabaseError::Migration(error.to_string()))?
+            .map_err(|error| DatabaseError::Migration(error.to_string())),
     };
-    // The end of the connection would do, but only once somebody drives it.
-    let unlock = sql_query("SELECT pg_advisory_unlock($1)").bind::<BigInt, _>(MIGRATION_LOCK);
-    unlock.execute(&mut connection).await?;
+    // The end of the connection does the same, but only once somebody drives it.
+    let _ = AnsiTransactionManager::rollback_transaction(&mut lock).await;
     migrated
 }
 
@@ -73,21 +75,29 @@ async fn check_schema(connection: &mut AsyncPgConnection) -> Result<(), Database
     }
 }
 
-/// Takes the lock by asking for it again and again: a session that waits inside a statement has a snapshot, and the
-/// other one's `CREATE INDEX CONCURRENTLY` would wait for that, in a circle.
-async fn lock(connection: &mut AsyncPgConnection) -> Result<(), DatabaseError> {
+/// Takes the lock, in a transaction that has to stay open: a session's lock would stay behind in a pooler for ever.
+///
+/// It is asked for again and again: whoever waits inside a statement has a snapshot, and the other one's `CREATE INDEX
+/// CONCURRENTLY` would wait for that, in a circle.
+async fn lock(url: &DatabaseUrl) -> Result<AsyncPgConnection, DatabaseError> {
     #[derive(QueryableByName)]
     struct Locked {
         #[diesel(sql_type = Bool)]
         locked: bool,
     }
+    let mut connection = url.connect().await?;
     let began = Instant::now();
     let mut said = false;
     loop {
-        let query = sql_query("SELECT pg_try_advisory_lock($1) AS locked").bind::<BigInt, _>(MIGRATION_LOCK);
-        if query.get_result::<Locked>(connection).await?.locked {
-            return Ok(());
+        let begin = "BEGIN ISOLATION LEVEL READ COMMITTED";
+        AnsiTransactionManager::begin_transaction_sql(&mut connection, begin).await?;
+        let query = sql_query("SELECT pg_try_advisory_xact_lock($1) AS locked").bind::<BigInt, _>(MIGRATION_LOCK);
+        if query.get_result::<Locked>(&mut connection).await?.locked {
+            // This also ends the statement before, which has a snapshot until then.
+            connection.batch_execute("SET LOCAL idle_in_transaction_session_timeout = 0").await?;
+            return Ok(connection);
         }
+        AnsiTransactionManager::rollback_transaction(&mut connection).await?;
         if !said && began.elapsed() > Duration::from_secs(5) {
             tracing::warn!("waiting for another process that runs these migrations");
             said = true;
@@ -103,42 +113,61 @@ async fn drop_unfinished_indexes(connection: &mut AsyncPgConnection) -> Result<(
         #[diesel(sql_type = Text)]
         name: String,
     }
-    let unfinished: Vec<Unfinished> = sql_query(
+    let query = sql_query(
         "SELECT quote_ident(c.relname) AS name FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
          WHERE NOT i.indisvalid AND i.indrelid = to_regclass('fga_outbox')
              AND c.relname IN ('fga_outbox_retry_idx', 'fga_outbox_pending_idx', 'fga_outbox_doubt_idx',
                  'fga_outbox_waiting_idx', 'fga_outbox_waiting_keys_idx', 'fga_outbox_overruling_idx')",
-    )
-    .load(connection)
-    .await?;
+    );
+    let load = async |connection: &mut AsyncPgConnection| query.load::<Unfinished>(connection).await;
+    let unfinished = connection.transaction(load).await?;
     for index in unfinished {
         connection.batch_execute(&format!("DROP INDEX CONCURRENTLY IF EXISTS {}", index.name)).await?;
     }
     Ok(())
 }
 
-fn run_pending(harness: &mut AsyncMigrationHarness<AsyncPgConnection>) -> Result<Migrated, DatabaseError> {
-    let failed = |error: Box<dyn std::error::Error + Send + Sync>| DatabaseError::Migration(error.to_string());
+/// Whatever is prepared is executed in the same transaction, so that a pooler does not come between.
+fn run_pending(connection: AsyncPgConnection) -> migration::Result<Migrated> {
+    let mut connection = Blocking::from(connection);
+    let pending = transaction(&mut connection, |connection| connection.pending_migrations(MIGRATIONS))?;
     let mut run = Vec::new();
-    for migration in harness.pending_migrations(MIGRATIONS).map_err(failed)? {
-        run_one(harness, &*migration).map_err(failed)?;
+    for migration in pending {
+        run_one(&mut connection, &*migration)?;
         run.push(migration.name().to_string());
     }
     Ok(Migrated { run })
 }
 
-fn run_one(
-    harness: &mut AsyncMigrationHarness<AsyncPgConnection>,
-    migration: &dyn Migration<Pg>,
-) -> diesel::migration::Result<()> {
+fn run_one(connection: &mut Blocking, migration: &dyn Migration<Pg>) -> migration::Result<()> {
     let began = Instant::now();
     loop {
-        match harness.run_migration(migration) {
+        let run = match migration.metadata().run_in_transaction() {
+            true => connection.run_migration(migration).map(drop),
+            false => run_alone(connection, migration),
+        };
+        match run {
             Err(error) if error.to_string().contains("lock timeout") && began.elapsed() < PATIENCE => {
                 tracing::info!(migration = %migration.name(), "waiting for other sessions to let go of the table");
                 std::thread::sleep(Duration::from_millis(500));
             }
-            result => return result.map(|_: MigrationVersion| ()),
+            run => return run,
         }
     }
+}
+
+/// Its statement is not prepared, and what diesel's harness does after it would not be in a transaction.
+fn run_alone(connection: &mut Blocking, migration: &dyn Migration<Pg>) -> migration::Result<()> {
+    migration.run(connection)?;
+    let record = sql_query("INSERT INTO __diesel_schema_migrations (version) VALUES ($1)");
+    let record = record.bind::<Text, _>(migration.name().version().to_string());
+    transaction(connection, |connection| Ok(diesel::RunQueryDsl::execute(record, connection)?))?;
+    Ok(())
+}
+
+fn transaction<T>(
+    connection: &mut Blocking,
+    what: impl FnOnce(&mut Blocking) -> migration::Result<T>,
+) -> migration::Result<T> {
+    diesel::Connection::transaction(connection, what)
 }

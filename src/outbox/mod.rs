@@ -6,6 +6,8 @@ mod enqueue;
 mod horizon;
 mod lease;
 mod migrate;
+mod pool;
+mod pooler;
 mod report;
 mod requeue;
 #[rustfmt::skip]
@@ -15,12 +17,12 @@ mod statement;
 use diesel::result::DatabaseErrorKind;
 
 pub use connect::DatabaseUrl;
-pub(crate) use connect::{Connection, Pool};
 pub(crate) use doorbell::{Bell, Listener, Nap};
 pub use enqueue::enqueue_all;
 pub(crate) use horizon::Horizon;
 pub(crate) use lease::{Claim, Claimed, Lease, claim};
 pub use migrate::{Migrated, migrate};
+pub(crate) use pool::{Connection, Pool};
 pub(crate) use report::{Left, is_any_ready, last_id, left};
 pub use report::{Reason, Status, status};
 pub(crate) use requeue::requeue_older;

@@ -2,7 +2,7 @@
 
 use diesel::sql_types::{BigInt, Bool, Double, Nullable, Text};
 use diesel::{QueryableByName, sql_query};
-use diesel_async::{AsyncPgConnection, RunQueryDsl as _};
+use diesel_async::{AsyncConnection as _, AsyncPgConnection, RunQueryDsl as _};
 use serde::Serialize;
 
 use super::DatabaseError;
@@ -46,6 +46,11 @@ pub struct Reason {
 /// # Errors
 /// [`DatabaseError::NotMigrated`] where the table is not there or not complete.
 pub async fn status(connection: &mut AsyncPgConnection) -> Result<(Status, Vec<Reason>), DatabaseError> {
+    // For poolers: what is prepared in a transaction is executed on the same server connection.
+    connection.transaction(count).await
+}
+
+async fn count(connection: &mut AsyncPgConnection) -> Result<(Status, Vec<Reason>), DatabaseError> {
     let status = sql_query(
         "SELECT ready, waiting, refused, oldest_undelivered_seconds,
              (SELECT count(*) FROM fga_outbox WHERE processed_at IS NOT NULL) AS delivered

@@ -2,7 +2,7 @@
 
 use diesel::sql_types::{Array, BigInt, Bool, Double, Integer, Nullable, Text};
 use diesel::{QueryableByName, sql_query};
-use diesel_async::{AsyncPgConnection, RunQueryDsl as _};
+use diesel_async::{AsyncConnection as _, AsyncPgConnection, RunQueryDsl as _};
 use serde::Serialize;
 
 use super::DatabaseError;
@@ -46,7 +46,10 @@ pub async fn requeue(connection: &mut AsyncPgConnection, which: &Requeue, dry_ru
         Requeue::Ids(ids) => (false, Some(&ids[..]), None),
         Requeue::Reason(reason) => (false, None, Some(&**reason)),
     };
-    requeue_stuck(connection, refused, ids, reason, None, dry_run).await
+    // For poolers: what is prepared in a transaction is executed on the same server connection.
+    connection
+        .transaction(async |connection| requeue_stuck(connection, refused, ids, reason, None, dry_run).await)
+        .await
 }
 
 /// Makes rows ready again that were refused under an older authorization model than this. Models' ids are ULIDs, so
@@ -144,7 +147,7 @@ pub async fn list(
         Undelivered::Waiting => "next_attempt_at > now() AND next_attempt_at < 'infinity'",
         Undelivered::Refused => "next_attempt_at = 'infinity'",
     };
-    let rows: Vec<ListedRow> = sql_query(format!(
+    let query = sql_query(format!(
         "SELECT id, coalesce(attempts, 0) AS attempts, last_error AS reason,
              coalesce(left(payload::text, $2), 'null') AS payload,
              CASE WHEN isfinite(created_at) THEN extract(epoch FROM now() - created_at)::float8 ELSE 0 END
@@ -154,9 +157,10 @@ pub async fn list(
          FROM fga_outbox WHERE processed_at IS NULL AND {condition} ORDER BY id LIMIT $1"
     ))
     .bind::<BigInt, _>(limit)
-    .bind::<Integer, _>(SUMMARISED_CHARS)
-    .load(connection)
-    .await?;
+    .bind::<Integer, _>(SUMMARISED_CHARS);
+    // As above.
+    let load = async |connection: &mut AsyncPgConnection| query.load::<ListedRow>(connection).await;
+    let rows = connection.transaction(load).await?;
     Ok(rows.into_iter().map(ListedRow::read).collect())
 }
 

@@ -26,12 +26,12 @@ pub fn on(bed: &Bed, args: &[&str]) -> Command {
     command
 }
 
-fn run(mut command: Command) -> (i32, String, String) {
+pub fn run(mut command: Command) -> (i32, String, String) {
     let Output { status, stdout, stderr } = command.output().unwrap();
     (status.code().expect("ended by itself"), String::from_utf8(stdout).unwrap(), String::from_utf8(stderr).unwrap())
 }
 
-fn run_with_stdin(mut command: Command, stdin: &str) -> (i32, String, String) {
+pub fn run_with_stdin(mut command: Command, stdin: &str) -> (i32, String, String) {
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     child.stdin.take().unwrap().write_all(stdin.as_bytes()).unwrap();
     let Output { status, stdout, stderr } = child.wait_with_output().unwrap();

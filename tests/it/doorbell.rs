@@ -109,6 +109,17 @@ async fn engines_that_sleep_side_by_side_miss_nothing_and_one_may_end() {
 }
 
 #[tokio::test]
+async fn an_engine_that_sleeps_holds_no_snapshot() {
+    let bed = Bed::new(Flavor::Memory).await;
+    let engine = bed.builder().poll_interval(NEVER).start().unwrap();
+    let sleeps = "SELECT count(*) = 1 FROM pg_stat_activity JOIN pg_locks USING (pid)
+        WHERE datname = current_database() AND locktype = 'advisory' AND mode = 'ExclusiveLock'
+            AND state = 'idle in transaction' AND backend_xmin IS NULL";
+    eventually(async || bed.database.query_one::<bool>(sleeps).await).await;
+    engine.stop().await;
+}
+
+#[tokio::test]
 async fn without_the_doorbell_rows_are_found_by_the_clock_and_counted() {
     let bed = Bed::new(Flavor::Memory).await;
     bed.database.execute("ALTER TABLE fga_outbox DISABLE TRIGGER fga_outbox_ring").await;

@@ -13,5 +13,6 @@ mod isolation;
 mod life;
 mod migrations;
 mod ordering;
+mod pooler;
 mod size;
 mod support;

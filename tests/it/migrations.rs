@@ -2,7 +2,8 @@
 
 use fga_outbox::{DatabaseError, DatabaseUrl, Intent, Tuple, migrate};
 
-use crate::support::{Database, eventually};
+use crate::bed::Bed;
+use crate::support::{Database, Flavor, eventually, within_deadline};
 
 const COLUMNS: &str = "SELECT string_agg(concat_ws(' ', column_name, data_type, is_nullable, column_default), ', '
     ORDER BY ordinal_position) FROM information_schema.columns WHERE table_name = 'fga_outbox'";
@@ -103,6 +104,18 @@ async fn running_them_again_or_at_once_does_nothing() {
     run.sort_unstable();
     assert_eq!(run, [0, 0, 9]);
     assert!(migrate(&url).await.unwrap().run.is_empty());
+}
+
+#[tokio::test]
+async fn transactions_do_not_depend_on_the_default_isolation() {
+    let bed = Bed::new(Flavor::Memory).await;
+    let isolate = "SET default_transaction_isolation = 'repeatable read'";
+    bed.database.execute(&format!("ALTER DATABASE {} {isolate}", bed.database.name())).await;
+    bed.database.execute("DROP TABLE fga_outbox, __diesel_schema_migrations").await;
+    within_deadline(migrate(&url(&bed.database))).await.unwrap();
+    bed.insert_many(2_000).await;
+    let (a, b) = tokio::join!(bed.drain(), bed.drain());
+    assert_eq!((a.delivered + b.delivered, a.waiting + b.waiting), (2_000, 0));
 }
 
 #[tokio::test]

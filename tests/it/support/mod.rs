@@ -10,6 +10,7 @@
 mod keeper;
 mod openfga;
 mod parts;
+mod pgbouncer;
 mod postgres;
 
 use std::{future::Future, panic::Location, time::Duration};
@@ -18,6 +19,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 pub use openfga::{Flavor, MODEL, Server, Store};
 pub use parts::postgres_bin;
+pub use pgbouncer::Pooler;
 pub use postgres::{Cluster, Database, SECRET_PASSWORD, SECRET_USER};
 
 /// So long that only a hang or a lost wake-up reaches it, even with every test at once on a slow machine.

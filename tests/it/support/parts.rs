@@ -13,9 +13,7 @@ const OPENFGA_OLD: &str = "openfga-v1.9.5";
 
 /// The current OpenFGA: `OPENFGA_BIN`, one on the `PATH`, or the cached one.
 pub fn openfga() -> PathBuf {
-    let on_path =
-        || env::split_paths(&env::var_os("PATH")?).map(|folder| folder.join("openfga")).find(|bin| bin.is_file());
-    from_env("OPENFGA_BIN").or_else(on_path).unwrap_or_else(|| cached(OPENFGA))
+    from_env("OPENFGA_BIN").or_else(|| on_path("openfga")).unwrap_or_else(|| cached(OPENFGA))
 }
 
 /// The last OpenFGA without `on_duplicate`: `OPENFGA_OLD_BIN` or the cached one.
@@ -33,6 +31,13 @@ pub fn postgres_bin() -> PathBuf {
         .or_else(|| newest("/opt/homebrew/opt", "postgresql"))
         .or_else(|| newest("/usr/local/opt", "postgresql"))
         .unwrap_or_else(|| missing("Postgres's server binaries"))
+}
+
+/// `PGBOUNCER_BIN`, one on the `PATH`, or where Debian puts it.
+pub fn pgbouncer() -> PathBuf {
+    let in_sbin = || Some(PathBuf::from("/usr/sbin/pgbouncer")).filter(|bin| bin.is_file());
+    let found = from_env("PGBOUNCER_BIN").or_else(|| on_path("pgbouncer")).or_else(in_sbin);
+    found.unwrap_or_else(|| missing("pgbouncer"))
 }
 
 /// The user and the group `postgres`: root must not run Postgres.
@@ -61,6 +66,10 @@ pub fn free_port() -> u16 {
 
 fn from_env(name: &str) -> Option<PathBuf> {
     env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from)
+}
+
+fn on_path(name: &str) -> Option<PathBuf> {
+    path_folders().map(|folder| folder.join(name)).find(|bin| bin.is_file())
 }
 
 fn path_folders() -> impl Iterator<Item = PathBuf> {
