@@ -67,6 +67,12 @@ pub fn verdict(status: u16, body: &[u8]) -> impl Debug + use<> {
     verdict::verdict(&Answer { status, retry_after: None, body })
 }
 
+/// The statements by which a lease of so many rows is claimed from the beginning, and by which rows with these ids, an
+/// SQL array, are marked as delivered.
+pub fn claim_and_mark(rows: i64, ids: &str) -> [String; 2] {
+    outbox::claim_and_mark(rows, ids)
+}
+
 /// Claims as an engine makes them, one at a time.
 pub struct Claims {
     pool: Pool,

@@ -12,7 +12,7 @@ use crate::table::{Table, median, rounded};
 #[derive(clap::Args)]
 pub struct Args {
     /// Rows, or tuples, of a round
-    #[arg(long, default_value_t = 12_000, value_parser = RangedU64ValueParser::<u32>::new().range(100..))]
+    #[arg(long, default_value_t = 24_000, value_parser = RangedU64ValueParser::<u32>::new().range(100..))]
     rows: u32,
     #[arg(long, default_value_t = 3, value_parser = RangedU64ValueParser::<u32>::new().range(1..))]
     rounds: u32,

@@ -114,9 +114,10 @@ macro_rules! read_as_locked {
 /// The columns of a row that was locked.
 type Columns = (BigInt, Nullable<Text>, Nullable<Integer>, Integer, Bool, Bool, Bool, Bool, BigInt);
 
-/// New rows by their own index from `$1` on, those that somebody has locked before only up to `$5`; retries that are due by theirs. What lies in the table beside them (rows
-/// delivered, waiting or refused) is not looked at, as long as `$1` is past it. `id + 0` keeps Postgres from looking for
-/// retries by their ids. Where payloads come to more than `$3` bytes, their sizes are given in their place.
+/// New rows by their own index from `$1` on, those that somebody has locked before only up to `$5`; retries that are due
+/// by theirs. What lies in the table beside them (rows delivered, waiting or refused) is not looked at, as long as `$1` is
+/// past it. `id + 0` keeps Postgres from looking for retries by their ids. Where payloads come to more than `$3` bytes,
+/// their sizes are given in their place.
 const CLAIM: &str = concat!(
     "WITH due AS MATERIALIZED (",
     read_as_locked!(),
@@ -139,6 +140,17 @@ const CLAIM: &str = concat!(
     doubtful!(),
     ", new, locker = '0'::xid, (SELECT pg_current_xact_id_if_assigned()::xid::text::bigint) FROM locked"
 );
+
+/// [`CLAIM`] of new rows from the beginning and [`DELIVERED`] of these ids, with values in place of what is bound.
+#[cfg(feature = "internals")]
+pub(crate) fn claim_and_mark(rows: i64, ids: &str) -> [String; 2] {
+    let with = |sql: &str, values: &[&str]| {
+        values.iter().enumerate().fold(sql.to_owned(), |sql, (at, value)| sql.replace(&format!("${}", at + 1), value))
+    };
+    let (rows, bytes, least, most) =
+        (rows.to_string(), MAX_LEASE_BYTES.to_string(), (i64::MIN + 1).to_string(), i64::MAX.to_string());
+    [with(CLAIM, &[&least, &rows, &bytes, &least, &most]), with(DELIVERED, &[ids, "'{}'::bigint[]", "0"])]
+}
 
 #[derive(Queryable)]
 struct ClaimedRow {
@@ -172,9 +184,10 @@ pub(crate) async fn claim(
         if what.rows == 1 || claimed.iter().all(|row| row.payload.is_some()) {
             break (connection, claimed);
         }
-        // They are too large to be held in memory all at once: as many as are not.
+        // They are too large to be held in memory all at once: anew, as many as are not.
         what.rows = fitting(&claimed);
         cut = Some(what.rows);
+        what.touched_until = claimed.iter().map(|row| row.id).max().unwrap_or(i64::MIN).max(what.touched_until);
         give_back(&mut connection, doubtful(&claimed).is_empty()).await?;
     };
     if claimed.is_empty() {

@@ -20,6 +20,8 @@ pub use connect::DatabaseUrl;
 pub(crate) use doorbell::{Bell, Listener, Nap};
 pub use enqueue::enqueue_all;
 pub(crate) use horizon::Horizon;
+#[cfg(feature = "internals")]
+pub(crate) use lease::claim_and_mark;
 pub(crate) use lease::{Claim, Claimed, Lease, claim};
 pub use migrate::{Migrated, migrate};
 pub(crate) use pool::{Connection, Pool};

@@ -87,3 +87,35 @@ async fn rows_that_several_sessions_hold_a_share_of_are_delivered_once_these_are
     engine.stop().await;
     assert_eq!((engine.stats().delivered, drained.held), (10, 0));
 }
+
+#[tokio::test]
+async fn what_transactions_elsewhere_do_keeps_nobody_from_leaving_delivered_rows_behind() {
+    let database = Database::new().await;
+    let url: DatabaseUrl = database.url().parse().unwrap();
+    migrate(&url).await.unwrap();
+    let delivered = "INSERT INTO fga_outbox (payload, processed_at) VALUES ('{}', now())";
+    let mut elsewhere = database.client().await;
+    let elsewhere = elsewhere.transaction().await.unwrap();
+    elsewhere.execute("SELECT pg_current_xact_id()", &[]).await.unwrap();
+    let mut claims = Claims::new(&url);
+    let mut look = async || {
+        // What is seen once counts the next time.
+        for _ in 0..2 {
+            claims.look().await.unwrap();
+        }
+        claims.look().await.unwrap()
+    };
+
+    database.execute(delivered).await;
+    assert_eq!(look().await, 1);
+    let mut writer = database.client().await;
+    let writer = writer.transaction().await.unwrap();
+    writer.execute("INSERT INTO fga_outbox (payload) VALUES ('{}')", &[]).await.unwrap();
+    database.execute(delivered).await;
+    assert_eq!(look().await, 1, "the row in between may still come to light");
+    writer.commit().await.unwrap();
+    assert_eq!(look().await, 2);
+    database.execute("UPDATE fga_outbox SET processed_at = now()").await;
+    assert_eq!(look().await, 3);
+    elsewhere.commit().await.unwrap();
+}
