@@ -5,8 +5,6 @@ SET LOCAL lock_timeout = '500ms';
 
 CREATE OR REPLACE FUNCTION fga_outbox_ring() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
-    -- Before the statement draws its ids, so that engines know of the transaction before they can miss a row of it.
-    PERFORM pg_catalog.pg_current_xact_id();
     IF NOT pg_catalog.pg_try_advisory_xact_lock_shared(1179074895, TG_RELID::pg_catalog.int4) THEN
         PERFORM pg_catalog.pg_notify('fga_outbox', TG_RELID::pg_catalog.text);
     END IF;

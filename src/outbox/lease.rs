@@ -86,7 +86,7 @@ macro_rules! doubtful {
     };
 }
 
-/// That a row is not delivered, in words by which Postgres finds only `fga_outbox_waiting_idx`: between that one and
+/// That a row is not delivered, in words by which Postgres finds `fga_outbox_next_attempt_idx`: between that one and
 /// `fga_outbox_pending_idx` it would choose by what it knows of the table, which may be from before there was a backlog.
 macro_rules! undelivered {
     () => {
@@ -279,7 +279,7 @@ impl Lease {
 /// Whether a row can overrule a mere write: one with deletes or conditions.
 macro_rules! overrules {
     () => {
-        "(payload ? 'deletes' OR payload @? '$.writes[*].condition')"
+        r#"(payload ? 'deletes' OR payload @> '{"writes": [{"condition": {}}]}')"#
     };
 }
 
@@ -327,7 +327,7 @@ macro_rules! ahead {
             $which,
             " UNION ALL
                 SELECT min(id), payload, false, true FROM fga_outbox
-                WHERE processed_at IS NOT NULL AND next_attempt_at > now() AND ",
+                WHERE (processed_at IS NULL)::integer = 0 AND next_attempt_at > now() AND ",
             shares_a_key!(),
             " AND ",
             $which,

@@ -26,7 +26,7 @@ struct Count {
 }
 
 /// `$1`: only refused ones; `$2`: only these ids; `$3`: only with this in their reason; `$4`: only those refused under
-/// an older model than this. In the words of `fga_outbox_waiting_idx`.
+/// an older model than this. In the words of `fga_outbox_next_attempt_idx`.
 const STUCK: &str = "
     SELECT id FROM fga_outbox
     WHERE (processed_at IS NULL)::integer = 1

@@ -1,0 +1,1 @@
+DROP INDEX CONCURRENTLY IF EXISTS fga_outbox_next_attempt_idx
