@@ -276,71 +276,63 @@ impl Lease {
     }
 }
 
-/// Whether a row can overrule a mere write: one with deletes or conditions.
-macro_rules! overrules {
-    () => {
-        r#"(payload ? 'deletes' OR payload @> '{"writes": [{"condition": {}}]}')"#
-    };
-}
-
-/// Whether a row has one of the keys of a lease.
-macro_rules! shares_a_key {
-    () => {
-        "EXISTS (SELECT FROM jsonb_path_query(payload, '$.*[*]') AS tuple
-            WHERE (tuple ->> 'user') || ' ' || (tuple ->> 'relation') || ' ' || (tuple ->> 'object')
-                IN (SELECT unnest(keys) FROM given))"
-    };
-}
-
 /// The rows that can contradict a lease: those of these that have one of its keys (`$4`). New ones from `$1` to `$2`, and
 /// those that were tried before, unless one of the transactions `$3` has them; refused ones lie in neither's way. Besides,
-/// delivered ones that are still in doubt. Those that were tried before are found by their keys, in
-/// `fga_outbox_waiting_keys_idx`, whose predicate is in the words that are used here; where there are none, as mostly, it
-/// is not asked.
+/// delivered ones that are still in doubt.
 macro_rules! ahead {
-    ($pending:expr, $which:expr) => {
+    ($which:expr) => {
         concat!(
             "WITH given AS MATERIALIZED (SELECT $3::text[]::xid[] AS known, $4 AS keys)
             SELECT id, again, delivered, payload::text AS payload FROM (
                 (
                     SELECT id, payload, false AS again, false AS delivered FROM fga_outbox
-                    WHERE ",
-            $pending,
-            " AND next_attempt_at IS NULL AND id >= $1 AND id < $2
-                        AND CASE WHEN xmax = ANY((SELECT known FROM given)::xid[]) THEN false ELSE ",
-            shares_a_key!(),
-            " END AND ",
-            $which,
+                    WHERE processed_at IS NULL AND next_attempt_at IS NULL AND id >= $1 AND id < $2 AND ",
+            others!($which),
             " ORDER BY id LIMIT $5
                 )
                 UNION ALL
                 SELECT id, payload, true, false FROM fga_outbox
-                WHERE (
-                        SELECT EXISTS (SELECT FROM fga_outbox WHERE ",
+                WHERE ",
             undelivered!(),
-            " AND next_attempt_at < 'infinity' AND xmax <> ALL((SELECT known FROM given)::xid[]))
-                    )
-                    AND (processed_at IS NOT NULL)::integer = 0 AND next_attempt_at < 'infinity'
-                    AND fga_outbox_keys(payload)
-                        && (SELECT array_agg(hashtextextended(key, 0)) FROM given, unnest(keys) AS key)
-                    AND xmax <> ALL((SELECT known FROM given)::xid[]) AND ",
-            $which,
+            " AND next_attempt_at < 'infinity' AND ",
+            others!($which),
             " UNION ALL
                 SELECT min(id), payload, false, true FROM fga_outbox
                 WHERE (processed_at IS NULL)::integer = 0 AND next_attempt_at > now() AND ",
-            shares_a_key!(),
-            " AND ",
-            $which,
+            shares_a_key!($which),
             " GROUP BY payload
             ) AS ahead"
         )
     };
 }
 
-/// Ahead of a lease that only writes, and without conditions, as most do: found in `fga_outbox_overruling_idx`.
-const AHEAD_OF_WRITES: &str = ahead!(undelivered!(), overrules!());
+/// Whether a row is in the hands of none of those transactions and can contradict the lease; asked in this order.
+macro_rules! others {
+    ($which:expr) => {
+        concat!(
+            "CASE WHEN xmax = ANY((SELECT known FROM given)::xid[]) THEN false ELSE ",
+            shares_a_key!($which),
+            " END"
+        )
+    };
+}
 
-const AHEAD: &str = ahead!("processed_at IS NULL", "true");
+/// Whether a row is one of these and has one of the lease's keys.
+macro_rules! shares_a_key {
+    ($which:expr) => {
+        concat!(
+            $which,
+            " AND EXISTS (SELECT FROM jsonb_path_query(payload, '$.*[*]') AS tuple
+                WHERE (tuple ->> 'user') || ' ' || (tuple ->> 'relation') || ' ' || (tuple ->> 'object')
+                    IN (SELECT unnest(keys) FROM given))"
+        )
+    };
+}
+
+/// Ahead of a lease that only writes, and without conditions, as most do: rows with deletes or conditions.
+const AHEAD_OF_WRITES: &str = ahead!(r#"(payload ? 'deletes' OR payload @> '{"writes": [{"condition": {}}]}')"#);
+
+const AHEAD: &str = ahead!("true");
 
 /// With more new rows ahead than this, a lease is too far ahead of the others to be worth the look: it has none, once it
 /// is the first.

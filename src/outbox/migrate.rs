@@ -116,8 +116,7 @@ async fn drop_unfinished_indexes(connection: &mut AsyncPgConnection) -> Result<(
     let query = sql_query(
         "SELECT quote_ident(c.relname) AS name FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
          WHERE NOT i.indisvalid AND i.indrelid = to_regclass('fga_outbox')
-             AND c.relname IN ('fga_outbox_pending_idx', 'fga_outbox_next_attempt_idx', 'fga_outbox_waiting_keys_idx',
-                 'fga_outbox_overruling_idx')",
+             AND c.relname IN ('fga_outbox_pending_idx', 'fga_outbox_next_attempt_idx')",
     );
     let load = async |connection: &mut AsyncPgConnection| query.load::<Unfinished>(connection).await;
     let unfinished = connection.transaction(load).await?;

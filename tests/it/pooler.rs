@@ -125,7 +125,7 @@ async fn every_command_and_the_library_work_there() {
     };
     let migrated = "SELECT count(*) FROM __diesel_schema_migrations";
     assert_eq!(run(on(&["migrate"])).0, 0);
-    assert_eq!(bed.database.query_one::<i64>(migrated).await, 9);
+    assert_eq!(bed.database.query_one::<i64>(migrated).await, 6);
     assert_eq!(run(on(&["migrate"])).1, "nothing to do: fga_outbox is up to date\n");
     let lines = format!(
         "{}\n{}\n",

@@ -1,1 +1,0 @@
-DROP FUNCTION IF EXISTS fga_outbox_keys(jsonb);

@@ -1,1 +1,0 @@
-DROP INDEX CONCURRENTLY IF EXISTS fga_outbox_overruling_idx
