@@ -89,7 +89,7 @@ impl Claims {
         Self { pool, horizon: Horizon::default(), footprints: Arc::default(), room }
     }
 
-    /// Looks from which id on rows may be new, as an engine does every second.
+    /// Looks from which id on rows may be new, as an engine does again and again.
     pub async fn look(&mut self) -> Result<i64, DatabaseError> {
         let mut connection = self.pool.begin().await?;
         let id = self.horizon.look(&mut connection).await?;

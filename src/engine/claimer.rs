@@ -20,7 +20,7 @@ const FEWEST_ROWS: i64 = 100;
 const MOST_ROWS: i64 = 1_000;
 
 /// While the backlog is long, how often the cursor goes back to the beginning, for rows whose transactions committed
-/// later than those of higher ids.
+/// later than those of higher ids, and for those that were given back.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How many leases are delivered one at a time after one of them had rows that were blocked.
@@ -88,12 +88,13 @@ struct Claiming {
     deliverers: Vec<Kept<Deliverer>>,
     leases: usize,
     rows: i64,
-    /// The highest `id` claimed since the last sweep; nothing, and a claim is a sweep.
+    /// The highest `id` claimed since the last sweep, at first the lowest there is; nothing, and a claim is a sweep.
     cursor: Option<i64>,
-    /// Where the cursor was when the last sweep began: rows that were given back are looked for up to there.
+    /// Where the cursor was when the last sweep began, or anywhere where there was none: rows that were given back are
+    /// looked for up to there.
     touched_until: i64,
     swept: Instant,
-    /// The row that was last sent to find out about the target.
+    /// The row that was last sent to find out about the target, or leased while nothing could be recorded.
     tried: Option<i64>,
     /// How long to leave rows alone that are blocked, and for how many leases to come only one is out at a time: most
     /// rows contradict each other, and what is leased early only gets in the way.
@@ -240,8 +241,13 @@ impl Claiming {
         let begin = self.shared.horizon.load(Relaxed).saturating_sub(1);
         let after = self.cursor.unwrap_or(begin).max(begin);
         let touched_until = self.touched_until;
-        let what = Claim { after, failed_after: i64::MIN, touched_until, rows: self.rows };
-        let claimed = self.lease(what, room).await?;
+        // While nothing can be recorded, that may be one row's fault: past it also where it is due.
+        let out = self.shared.database.borrow().is_some();
+        let failed_after = self.tried.filter(|_| out).unwrap_or(i64::MIN);
+        let claimed = self.lease(Claim { after, failed_after, touched_until, rows: self.rows }, room).await?;
+        if out {
+            self.tried = claimed.as_ref().map(|claimed| claimed.last);
+        }
         if let (None, Some(number), i64::MAX) = (&claimed, sweep, touched_until) {
             self.shared.database_answers();
             self.shared.swept_in_vain.send_replace(number);

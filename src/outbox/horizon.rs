@@ -4,7 +4,7 @@
 use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
-use diesel::sql_types::{Array, BigInt, Nullable, Text};
+use diesel::sql_types::{Array, BigInt, Bool, Nullable, Text};
 use diesel::{QueryableByName, sql_query};
 use diesel_async::{AsyncPgConnection, RunQueryDsl as _};
 
@@ -78,6 +78,7 @@ impl Horizon {
     /// Looks again, and gives the bound.
     pub(crate) async fn look(&mut self, connection: &mut AsyncPgConnection) -> Result<i64, DatabaseError> {
         if self.looked.is_none() {
+            check_index(connection).await?;
             // A first moment, and who of its writers is still there.
             for _ in 0..2 {
                 let seen = see(connection, i64::MAX).await?;
@@ -103,7 +104,16 @@ impl Horizon {
     /// Lets go of the moments whose writers have all ended, and adds this one.
     fn note(&mut self, seen: Seen) {
         let writers: HashSet<String> = seen.writers.into_iter().collect();
-        self.moments.iter_mut().for_each(|moment| moment.writers.retain(|it| writers.contains(it)));
+        if seen.highest_id < self.bound {
+            // Rows are gone, or Postgres went back in time: ids may be drawn anew.
+            (self.bound, self.last) = (i64::MIN, i64::MIN);
+            self.moments.clear();
+        }
+        for moment in &mut self.moments {
+            moment.writers.retain(|it| writers.contains(it));
+            // A transaction that is prepared may have had another name.
+            moment.writers.extend(writers.iter().filter(|it| it.starts_with("-1/")).cloned());
+        }
         while self.moments.front().is_some_and(|moment| moment.writers.is_empty()) {
             self.bound = self.moments.pop_front().map_or(self.bound, |moment| moment.highest_id);
         }
@@ -111,6 +121,26 @@ impl Horizon {
             self.moments.pop_back();
         }
         self.moments.push_back(Moment { highest_id: seen.highest_id, writers });
+    }
+}
+
+/// Without it, looks would read the whole table, and nothing else would tell.
+async fn check_index(connection: &mut AsyncPgConnection) -> Result<(), DatabaseError> {
+    #[derive(QueryableByName)]
+    struct Answer {
+        #[diesel(sql_type = Bool)]
+        is_there: bool,
+    }
+    let answer: Answer = sql_query(
+        "SELECT EXISTS (SELECT FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
+             WHERE i.indrelid = 'fga_outbox'::regclass AND c.relname = 'fga_outbox_next_attempt_idx' AND i.indisvalid
+         ) AS is_there",
+    )
+    .get_result(connection)
+    .await?;
+    match answer.is_there {
+        true => Ok(()),
+        false => Err(DatabaseError::NotMigrated("the index fga_outbox_next_attempt_idx is not there".to_owned())),
     }
 }
 

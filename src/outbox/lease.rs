@@ -69,20 +69,20 @@ pub(crate) struct Claimed {
     pub(crate) cut: Option<i64>,
 }
 
-/// Whether a row may have been sent by somebody who did not live to record it: it was tried before, or its `locker`, who
-/// locked it last, did not commit. That is what Postgres leaves in `xmax`, 32 bits of a transaction: the one of this
+/// Whether a row may have been sent by somebody who did not live to record it: its `locker`, who locked it last, did not
+/// commit. That is what Postgres leaves in `xmax`, 32 bits of a transaction: the one of this
 /// number that is nearest to the next transaction; where that is still to come, the number is that of several lockers.
 /// Where it is so old that its end is forgotten, no request of it is on its way. To be asked once the row is locked:
 /// before, the locker may not have ended.
 macro_rules! doubtful {
     () => {
-        "(tried OR CASE WHEN locker = '0'::xid THEN false ELSE (
+        "CASE WHEN locker = '0'::xid THEN false ELSE (
             SELECT CASE WHEN it >= next THEN true
                 ELSE coalesce(pg_xact_status(greatest(it, 0)::text::xid8) <> 'committed', false) END
             FROM (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint) AS transaction (next),
                 LATERAL (SELECT next + ((locker::text::bigint - next + 2147483648) & 4294967295) - 2147483648)
                     AS nearest (it)
-        ) END)"
+        ) END"
     };
 }
 
@@ -112,7 +112,7 @@ macro_rules! read_as_locked {
 }
 
 /// The columns of a row that was locked.
-type Columns = (BigInt, Nullable<Text>, Nullable<Integer>, Integer, Bool, Bool, Bool, Bool, BigInt);
+type Columns = (BigInt, Nullable<Text>, Nullable<Integer>, Integer, Bool, Bool, Bool, Bool, Bool, BigInt);
 
 /// New rows by their own index from `$1` on, those that somebody has locked before only up to `$5`; retries that are due
 /// by theirs. What lies in the table beside them (rows delivered, waiting or refused) is not looked at, as long as `$1` is
@@ -136,7 +136,7 @@ const CLAIM: &str = concat!(
         ) AS new
     ), size AS MATERIALIZED (SELECT sum(octet_length(payload)) <= $3 AS fits FROM locked)
     SELECT id, CASE WHEN (SELECT fits FROM size) THEN payload END,
-        CASE WHEN (SELECT NOT fits FROM size) THEN octet_length(payload) END, attempts, came_back, ",
+        CASE WHEN (SELECT NOT fits FROM size) THEN octet_length(payload) END, attempts, came_back, tried, ",
     doubtful!(),
     ", new, locker = '0'::xid, (SELECT pg_current_xact_id_if_assigned()::xid::text::bigint) FROM locked"
 );
@@ -160,6 +160,9 @@ struct ClaimedRow {
     bytes: Option<i32>,
     attempts: i32,
     came_back: bool,
+    /// Whether it was tried before, so that a request of it may be on its way.
+    tried: bool,
+    /// Whether it may have been sent by somebody who did not live to record it.
     doubtful: bool,
     new: bool,
     /// Whether nobody had ever locked it.
@@ -242,8 +245,8 @@ impl ClaimedRow {
                 ),
             }),
         };
-        let Self { id, attempts, came_back, doubtful, .. } = self;
-        Row { id, attempts, doubtful, came_back, intent, note: None }
+        let Self { id, attempts, came_back, .. } = self;
+        Row { id, attempts, doubtful: self.tried || self.doubtful, came_back, intent, note: None }
     }
 }
 
@@ -278,7 +281,8 @@ impl Lease {
 
 /// The rows that can contradict a lease: those of these that have one of its keys (`$4`). New ones from `$1` to `$2`, and
 /// those that were tried before, unless one of the transactions `$3` has them; refused ones lie in neither's way. Besides,
-/// delivered ones that are still in doubt.
+/// delivered ones that are still in doubt: no time beyond the next seconds means that, and where somebody else has marked
+/// a row that was waiting or refused, any may stand there.
 macro_rules! ahead {
     ($which:expr) => {
         concat!(
@@ -298,7 +302,8 @@ macro_rules! ahead {
             others!($which),
             " UNION ALL
                 SELECT min(id), payload, false, true FROM fga_outbox
-                WHERE (processed_at IS NULL)::integer = 0 AND next_attempt_at > now() AND ",
+                WHERE (processed_at IS NULL)::integer = 0 AND next_attempt_at > now()
+                    AND next_attempt_at < now() + interval '10 seconds' AND ",
             shares_a_key!($which),
             " GROUP BY payload
             ) AS ahead"
@@ -352,7 +357,7 @@ const ALONG: &str = concat!(
     "WITH locked AS MATERIALIZED (",
     read_as_locked!(),
     "WHERE id = ANY($1) AND processed_at IS NULL ORDER BY id FOR UPDATE SKIP LOCKED)
-    SELECT id, payload, NULL::integer, attempts, came_back, ",
+    SELECT id, payload, NULL::integer, attempts, came_back, tried, ",
     doubtful!(),
     ", false, false, 0::bigint FROM locked"
 );

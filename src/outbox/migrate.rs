@@ -43,18 +43,16 @@ pub struct Migrated {
 pub async fn migrate(url: &DatabaseUrl) -> Result<Migrated, DatabaseError> {
     let mut connection = url.connect().await?;
     connection.transaction(check_schema).await?;
-    let mut lock = lock(url).await?;
-    let migrated = match drop_unfinished_indexes(&mut connection).await {
-        Err(error) => Err(error),
-        // diesel's harness blocks, and this runtime may have only one thread.
-        Ok(()) => tokio::task::spawn_blocking(move || run_pending(connection))
-            .await
-            .map_err(|error| DatabaseError::Migration(error.to_string()))?
-            .map_err(|error| DatabaseError::Migration(error.to_string())),
-    };
+    let lock = lock(url).await?;
+    restore_indexes(&mut connection).await?;
+    // diesel's harness blocks, and this runtime may have only one thread. Where nobody waits for it any more, it goes on,
+    // and keeps the lock.
+    let (migrated, mut lock) = tokio::task::spawn_blocking(move || (run_pending(connection), lock))
+        .await
+        .map_err(|error| DatabaseError::Migration(error.to_string()))?;
     // The end of the connection does the same, but only once somebody drives it.
     let _ = AnsiTransactionManager::rollback_transaction(&mut lock).await;
-    migrated
+    migrated.map_err(|error| DatabaseError::Migration(error.to_string()))
 }
 
 async fn check_schema(connection: &mut AsyncPgConnection) -> Result<(), DatabaseError> {
@@ -106,8 +104,9 @@ async fn lock(url: &DatabaseUrl) -> Result<AsyncPgConnection, DatabaseError> {
     }
 }
 
-/// What a `CREATE INDEX CONCURRENTLY` leaves that did not get to its end.
-async fn drop_unfinished_indexes(connection: &mut AsyncPgConnection) -> Result<(), DatabaseError> {
+/// Drops what a `CREATE INDEX CONCURRENTLY` leaves that did not get to its end, and has the migrations of indexes that are
+/// not there run again.
+async fn restore_indexes(connection: &mut AsyncPgConnection) -> Result<(), DatabaseError> {
     #[derive(QueryableByName)]
     struct Unfinished {
         #[diesel(sql_type = Text)]
@@ -123,6 +122,17 @@ async fn drop_unfinished_indexes(connection: &mut AsyncPgConnection) -> Result<(
     for index in unfinished {
         connection.batch_execute(&format!("DROP INDEX CONCURRENTLY IF EXISTS {}", index.name)).await?;
     }
+    let forget = "DO $$ BEGIN
+        IF to_regclass('__diesel_schema_migrations') IS NOT NULL THEN
+            DELETE FROM __diesel_schema_migrations
+            USING (VALUES ('20261130000004', 'fga_outbox_pending_idx'), ('20261130000010', 'fga_outbox_next_attempt_idx'))
+                AS indexes (migration, name)
+            WHERE version = migration AND NOT EXISTS (
+                SELECT FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
+                WHERE i.indrelid = to_regclass('fga_outbox') AND c.relname = indexes.name);
+        END IF;
+    END $$";
+    connection.batch_execute(forget).await?;
     Ok(())
 }
 

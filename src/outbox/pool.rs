@@ -195,7 +195,7 @@ impl Session {
 /// A lost network must not hold rows for ever: this is above the longest delivery of a lease. The others keep Postgres
 /// from reading and sorting a whole backlog for a lease, instead of the first rows of an index, because it knows of no
 /// backlog yet: it finds out minutes later. They end with the transaction, as a pooler may give its connection to others.
-const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED;
+const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE;
     SET LOCAL idle_in_transaction_session_timeout = '180s';
     SET LOCAL enable_seqscan = off; SET LOCAL enable_sort = off; SET LOCAL jit = off;
     SET LOCAL plan_cache_mode = force_generic_plan;";

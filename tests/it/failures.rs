@@ -74,7 +74,19 @@ async fn an_outage_is_a_few_lines_in_the_log() {
 
 #[tokio::test]
 async fn a_row_that_cannot_be_recorded_does_not_keep_the_others() {
+    a_veto_keeps_one_row(&Bed::new(Flavor::Memory).await).await;
+}
+
+#[tokio::test]
+async fn nor_does_one_that_is_tried_again() {
     let bed = Bed::new(Flavor::Memory).await;
+    bed.database.execute("ALTER TABLE fga_outbox ALTER COLUMN attempts SET DEFAULT 1").await;
+    bed.database.execute("ALTER TABLE fga_outbox ALTER COLUMN next_attempt_at SET DEFAULT now()").await;
+    a_veto_keeps_one_row(&bed).await;
+}
+
+/// Fifty rows, of which one can't be changed: the others are delivered, and that one in the end.
+async fn a_veto_keeps_one_row(bed: &Bed) {
     bed.insert_many(50).await;
     let veto = "CREATE FUNCTION veto() RETURNS trigger LANGUAGE plpgsql AS $$
             BEGIN IF NEW.id = 7 THEN RAISE EXCEPTION 'not this one'; END IF; RETURN NEW; END $$;

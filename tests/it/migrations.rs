@@ -1,5 +1,7 @@
 //! The table: created, adopted or left alone.
 
+use std::time::Duration;
+
 use fga_outbox::{DatabaseError, DatabaseUrl, Intent, Tuple, migrate};
 
 use crate::bed::Bed;
@@ -183,4 +185,19 @@ async fn an_engine_without_its_table_says_what_to_do() {
     database.execute(FOREIGN).await;
     let error = fga_outbox::status(&mut connection).await.unwrap_err();
     assert!(matches!(error, DatabaseError::NotMigrated(_)), "{error:?}");
+}
+
+#[tokio::test]
+async fn an_index_that_is_gone_is_missed_and_made_again() {
+    let bed = Bed::new(Flavor::Memory).await;
+    bed.insert_many(1).await;
+    bed.database.execute("DROP INDEX fga_outbox_next_attempt_idx").await;
+    let engine = bed.builder().patience(Duration::from_secs(1)).start().unwrap();
+    let error = within_deadline(engine.drain()).await.unwrap_err().to_string();
+    engine.stop().await;
+    assert!(error.contains("fga_outbox_next_attempt_idx") && error.contains("fga-outbox migrate"), "{error}");
+    let run = migrate(&url(&bed.database)).await.unwrap().run;
+    assert_eq!(run, ["2026-11-30-000010_index_next_attempts"]);
+    assert_eq!(bed.database.query_all::<String>(INDEXES).await.len(), 3);
+    bed.drain().await;
 }

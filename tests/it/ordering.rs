@@ -257,3 +257,14 @@ async fn rows_that_do_not_contradict_each_other_do_not_wait() {
     holder.rollback().await.unwrap();
     engine.stop().await;
 }
+
+#[tokio::test]
+async fn a_refused_row_that_somebody_marks_as_delivered_is_in_nobodys_way() {
+    let bed = Bed::new(Flavor::Memory).await;
+    let granted = bed.insert(&write("anne", "1")).await;
+    let given_up =
+        format!("UPDATE fga_outbox SET processed_at = now(), next_attempt_at = 'infinity' WHERE id = {granted}");
+    bed.database.execute(&given_up).await;
+    bed.insert(&delete("anne", "1")).await;
+    assert_eq!(bed.drain().await.delivered, 1);
+}
