@@ -268,6 +268,7 @@ impl EngineBuilder {
             missed_rings: Default::default(),
             horizon: Default::default(),
             blocked: Default::default(),
+            stuck: Default::default(),
             recorded: Notify::new(),
             sweeps_begun: Default::default(),
             swept_in_vain: watch::Sender::new(0),

@@ -230,7 +230,10 @@ impl Claiming {
     /// Claims rows behind the cursor, or from the beginning: a sweep.
     async fn claim(&mut self, room: OwnedSemaphorePermit) -> Result<Step, DatabaseError> {
         let mut sweep = None;
-        if self.cursor.is_none() || self.swept.elapsed() >= SWEEP_INTERVAL || self.shared.blocked.load(Relaxed) {
+        // Where all of a lease has to wait, what is behind it has its turn before the next look at it.
+        let stuck = self.shared.stuck.swap(false, Relaxed);
+        let due = self.swept.elapsed() >= SWEEP_INTERVAL || self.shared.blocked.load(Relaxed);
+        if self.cursor.is_none() || due && !stuck {
             self.touched_until = self.cursor.take().unwrap_or(i64::MAX);
             self.pause_if_blocked().await;
             self.swept = Instant::now();

@@ -72,6 +72,7 @@ impl Handler<Deliver> for Deliverer {
             if blocked {
                 shared.blocked.store(true, Relaxed);
             }
+            shared.stuck.store(blocked && rows.is_empty(), Relaxed);
             let mut plan = Plan::new(rows, limits);
             plan.beware(&just_delivered);
             carry_out(&shared, &mut plan).await;

@@ -94,6 +94,8 @@ pub(crate) struct Shared {
     horizon: AtomicI64,
     /// Rows were given back because they have to wait for rows that somebody else has.
     blocked: AtomicBool,
+    /// Of the last lease, all were.
+    stuck: AtomicBool,
     /// A lease was recorded, so that what waited for it may go on.
     recorded: Notify,
     sweeps_begun: AtomicU64,

@@ -152,6 +152,27 @@ async fn a_row_waits_for_an_earlier_one_that_somebody_else_holds() {
 }
 
 #[tokio::test]
+async fn rows_behind_many_that_have_to_wait_do_not_wait_with_them() {
+    let bed = Bed::new(Flavor::Memory).await;
+    let held = bed.insert(&delete("anne", "shared")).await;
+    let waiting = "INSERT INTO fga_outbox (payload) SELECT jsonb_build_object('writes', jsonb_build_array(
+            jsonb_build_object('user', 'user:anne', 'relation', 'viewer', 'object', 'document:shared'),
+            jsonb_build_object('user', 'user:' || n, 'relation', 'viewer', 'object', 'document:1')))
+        FROM generate_series(1, 2500) n";
+    bed.database.execute(waiting).await;
+    bed.insert_many(1_500).await;
+    let mut foreign = bed.database.client().await;
+    let holder = foreign.transaction().await.unwrap();
+    holder.execute("SELECT 1 FROM fga_outbox WHERE id = $1 FOR UPDATE", &[&held]).await.unwrap();
+    let engine = bed.engine();
+    eventually(async || engine.stats().delivered == 1_500).await;
+    holder.commit().await.unwrap();
+    within_deadline(engine.drain()).await.unwrap();
+    engine.stop().await;
+    assert_eq!(engine.stats().delivered, 4_001);
+}
+
+#[tokio::test]
 async fn a_revocation_does_not_wait_for_a_grant_that_keeps_failing() {
     let bed = Bed::new(Flavor::Memory).await;
     let grant = bed.insert(&write("anne", "1")).await;
