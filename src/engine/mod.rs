@@ -349,13 +349,18 @@ impl Engine {
         let mut in_vain = shared.swept_in_vain.subscribe();
         let (mut decided, mut since) = (self.decided(), Instant::now());
         let mut looked = Instant::now();
+        let mut counted: (Option<i64>, _) = (None, Instant::now());
         loop {
             let swept = *in_vain.borrow_and_update() > begun;
             if !swept {
                 self.nudge();
             }
-            if self.decided() != decided || shared.gate.mode() != Mode::Open || shared.database.borrow().is_some() {
+            let out = shared.gate.mode() != Mode::Open || shared.database.borrow().is_some();
+            if out || self.decided() != decided {
                 (decided, since) = (self.decided(), Instant::now());
+            }
+            if out {
+                counted = (None, Instant::now());
             }
             // Rows that are leased only to be given back, since they have to wait for rows that somebody else holds.
             if since.elapsed() > HELD_PATIENCE {
@@ -370,6 +375,15 @@ impl Engine {
                     return Ok(());
                 }
                 looked = Instant::now();
+            }
+            // Nor does the engine ever come to rest then.
+            let (before, at) = counted;
+            if at.elapsed() > if before.is_some() { HELD_PATIENCE } else { Duration::from_secs(1) } {
+                let ready = self.left(until).await.ok().map(|left| left.ready);
+                if before.is_some() && ready == before {
+                    return Ok(());
+                }
+                counted = (ready, Instant::now());
             }
             self.check_patience()?;
             tokio::select! {

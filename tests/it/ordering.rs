@@ -1,6 +1,7 @@
 //! The last intent wins, whoever delivers it.
 
 use std::collections::BTreeSet;
+use std::pin::pin;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
@@ -236,6 +237,25 @@ async fn a_foreign_session_that_never_lets_go_ends_a_drain_in_the_end() {
     let drained = bed.drain().await;
     assert_eq!((drained.delivered, drained.held), (0, 2));
     holder.rollback().await.unwrap();
+}
+
+#[tokio::test]
+async fn nor_does_a_stream_of_new_rows_keep_it_from_its_end() {
+    let bed = Bed::new(Flavor::Memory).await;
+    let held = bed.insert(&write("anne", "1")).await;
+    let mut foreign = bed.database.client().await;
+    let holder = foreign.transaction().await.unwrap();
+    holder.execute("SELECT 1 FROM fga_outbox WHERE id = $1 FOR UPDATE", &[&held]).await.unwrap();
+    let engine = bed.engine();
+    let mut draining = pin!(within_deadline(engine.drain()));
+    let drained = loop {
+        tokio::select! {
+            drained = &mut draining => break drained.unwrap(),
+            () = bed.insert_many(1) => tokio::time::sleep(Duration::from_millis(20)).await,
+        }
+    };
+    engine.stop().await;
+    assert_eq!(drained.held, 1);
 }
 
 #[tokio::test]
