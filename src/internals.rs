@@ -91,10 +91,7 @@ impl Claims {
 
     /// Looks from which id on rows may be new, as an engine does again and again.
     pub async fn look(&mut self) -> Result<i64, DatabaseError> {
-        let mut connection = self.pool.begin().await?;
-        let id = self.horizon.look(&mut connection).await?;
-        connection.commit().await?;
-        Ok(id)
+        self.pool.ask(async |connection| self.horizon.look(connection).await).await
     }
 
     /// Claims up to so many rows whose ids are higher than this one, if there are any.

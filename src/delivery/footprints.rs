@@ -80,9 +80,9 @@ impl Entry {
     /// it: then they know of all rows that it passed over, also where a lease has locked more of them meanwhile, or ended.
     pub(crate) fn others(&self) -> Others {
         let leases = self.footprints.lock();
-        let (own, leases) = leases.iter().cloned().partition(|lease| lease.transaction == self.transaction);
-        let own: Vec<Footprint> = own;
-        Others { own: own.into_iter().next(), leases }
+        let (mut own, leases): (Vec<_>, Vec<_>) =
+            leases.iter().cloned().partition(|lease| lease.transaction == self.transaction);
+        Others { own: own.pop(), leases }
     }
 }
 

@@ -336,9 +336,9 @@ impl Claiming {
     }
 
     async fn look_at_horizon(&mut self) -> Result<(), DatabaseError> {
-        let mut connection = self.shared.pool.begin().await?;
-        self.shared.horizon.store(self.horizon.look(&mut connection).await?, Relaxed);
-        connection.commit().await
+        let horizon = self.shared.pool.ask(async |connection| self.horizon.look(connection).await).await?;
+        self.shared.horizon.store(horizon, Relaxed);
+        Ok(())
     }
 
     /// Brings rows back that were refused under an older authorization model, where there is a newer one.
@@ -351,9 +351,7 @@ impl Claiming {
             self.models = Models { followed: Some(model.clone()), requeues: REQUEUES, ..self.models };
         }
         if self.models.requeues > 0 {
-            let mut connection = shared.pool.begin().await?;
-            let rows = requeue_older(&mut connection, &model).await?;
-            connection.commit().await?;
+            let rows = shared.pool.ask(async |connection| requeue_older(connection, &model).await).await?;
             self.models.requeues -= 1;
             if rows > 0 {
                 tracing::info!(rows, %model, "refused rows are tried again under a newer authorization model");

@@ -415,24 +415,16 @@ impl Engine {
     }
 
     async fn left(&self, until: i64) -> Result<Left, DatabaseError> {
-        let mut connection = self.shared.pool.begin().await?;
-        let left = left(&mut connection, until).await?;
-        connection.commit().await?;
-        Ok(left)
+        self.shared.pool.ask(async |connection| left(connection, until).await).await
     }
 
     async fn is_any_ready(&self, until: i64) -> Result<bool, DatabaseError> {
-        let mut connection = self.shared.pool.begin().await?;
-        let any = is_any_ready(&mut connection, self.shared.horizon.load(Relaxed), until).await?;
-        connection.commit().await?;
-        Ok(any)
+        let from = self.shared.horizon.load(Relaxed);
+        self.shared.pool.ask(async |connection| is_any_ready(connection, from, until).await).await
     }
 
     async fn last_id(&self) -> Result<i64, DatabaseError> {
-        let mut connection = self.shared.pool.begin().await?;
-        let id = last_id(&mut connection).await?;
-        connection.commit().await?;
-        Ok(id)
+        self.shared.pool.ask(last_id).await
     }
 
     /// How many rows could be delivered now.

@@ -80,6 +80,17 @@ impl Pool {
         }
     }
 
+    /// Asks this in a transaction of its own.
+    pub(crate) async fn ask<T>(
+        &self,
+        question: impl AsyncFnOnce(&mut AsyncPgConnection) -> Result<T, DatabaseError>,
+    ) -> Result<T, DatabaseError> {
+        let mut connection = self.begin().await?;
+        let answer = question(&mut connection).await?;
+        connection.commit().await?;
+        Ok(answer)
+    }
+
     /// A connection of one's own to keep for what a session can do, driven by the runtime that this runs on; none where
     /// a pooler makes sessions useless.
     pub(crate) async fn session(&self) -> Result<Option<AsyncPgConnection>, DatabaseError> {
